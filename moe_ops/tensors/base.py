@@ -167,6 +167,11 @@ class ExpertTensor(TorchAOBaseTensor):
             **scales._asdict(),
         )
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the tensors that hold these weights, not of those that they stand for."""
+        return sum([getattr(self, name).nbytes for name in self.__tensor_flatten__()[0]])
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights as a plain tensor of this shape, in ``dtype`` (default: ``self.dtype``)."""
         dtype = self.dtype if dtype is None else dtype

@@ -21,6 +21,7 @@ from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.tensors.sharding import is_fsdp, local_part
 
 NAME = "moe_ops"
+UNCHECKED = "backend chosen when first called"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class LayerReport:
     activation: str  # ours, or the module's own
     runs: str  # the backends by number of tokens M, or the operators that ran in the check
     check: str  # largest difference from the module's own forward, or why there was no check
+    # by `quantize`: how far quantized weights move the output for the tokens of the check
+    error: float | None = None  # |quantized - plain| / |plain|, None where it was not measured
 
     def __str__(self) -> str:
         runs = f"{self.path}, {self.activation}, {self.runs}"
@@ -45,10 +48,30 @@ class AttachReport:
 
     layers: tuple[LayerReport, ...]
     quantized: str = ""  # the scheme that `quantize` gave the experts, and why if it chose it
+    bytes_before: int = 0  # of the experts' weights that this process holds, before `quantize`
+    bytes_after: int = 0
 
     def __str__(self) -> str:
-        first = [f"experts quantized to {self.quantized}"] if self.quantized else []
+        first = [self._quantized()] if self.quantized else []
         return "\n".join([*first, *map(str, self.layers)])
+
+    def _quantized(self) -> str:
+        text = f"experts quantized to {self.quantized}"
+        if self.bytes_before:
+            text += f": {size_text(self.bytes_before)} -> {size_text(self.bytes_after)}"
+        errors = sorted(
+            {f"{e:.2g}" for layer in self.layers if (e := layer.error) is not None}, key=float
+        )
+        if errors:
+            text += f", error {' to '.join(dict.fromkeys((errors[0], errors[-1])))}"
+        return text
+
+
+def size_text(count: int) -> str:
+    """A number of bytes to three digits, as "14.6 GB"."""
+    rounded = int(float(f"{count:.3g}"))
+    power = (len(str(rounded)) - 1) // 3
+    return f"{rounded / 1000**power:g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
 
 def attach_layers(
@@ -100,12 +123,12 @@ def _attach_layer(layer: Layer, options: Mapping[str, Any]) -> LayerReport:
         type(owner).__name__,
         path,
         _activation_text(owner, hf_activations.activation_of(owner)),
-        _plan_text(layer) or operators,
+        plan_text(layer) or operators,
         check,
     )
 
 
-def _plan_text(layer: Layer) -> str:
+def plan_text(layer: Layer) -> str:
     """The backends of the layer's fused_experts call; empty where the weights do not show them
     yet.
     """
@@ -163,25 +186,22 @@ class _Recorder(TorchDispatchMode):
 def _check(layer: Layer) -> tuple[str, str]:
     """Call a layer once as it is and once as its own forward is: (operators, difference)."""
     weights = [layer.weight(name) for name in layer.weights]
-    unchecked = "backend chosen when first called"
     if any(w.device.type == "meta" for w in weights):
-        return unchecked, "not checked: weights are not loaded"
+        return UNCHECKED, "not checked: weights are not loaded"
     if any(fp8.is_quantized(w) or w.element_size() == 1 for w in weights):
         reason = fp8.refusal(layer.owner, weights[0]) if hasattr(layer.owner, "block_size") else ""
         if reason:
             raise ValueError(f"{layer.name}: {reason}")
-        return unchecked, "not checked: weights are quantized"
+        return UNCHECKED, "not checked: weights are quantized"
     if is_fsdp(layer.owner):
-        return unchecked, "not checked: FSDP wants the whole model to be called first"
-    inputs = _probe(layer, weights)
-    with torch.no_grad(), _Recorder() as recorder:
-        got = _first(layer.module(*inputs))
-    if not recorder.names:
+        return UNCHECKED, "not checked: FSDP wants the whole model to be called first"
+    inputs = probe(layer)
+    operators, got = call(layer, inputs)
+    if not operators:
         raise RuntimeError(
             f"{layer.name} did not call moe_ops: its forward is replaced by something else; "
             "remove that, or attach before it is added"
         )
-    operators = ", ".join(sorted(recorder.names))
     try:
         with torch.no_grad():
             want = _first(_own_forward(layer, inputs))
@@ -202,8 +222,9 @@ def _check(layer: Layer) -> tuple[str, str]:
     return operators, f"differs from its own forward by {error:.1e} at magnitude {scale:.1e}"
 
 
-def _probe(layer: Layer, weights: list[Tensor]) -> tuple[Tensor, ...]:
+def probe(layer: Layer) -> tuple[Tensor, ...]:
     """A few random tokens with distinct router weights, in the form the module takes."""
+    weights = [layer.weight(name) for name in layer.weights]
     rng = torch.Generator().manual_seed(0)
     like: dict[str, Any] = {"device": weights[0].device, "dtype": weights[0].dtype}
     x = torch.randn(3, layer.columns, generator=rng).to(**like)
@@ -217,6 +238,13 @@ def _probe(layer: Layer, weights: list[Tensor]) -> tuple[Tensor, ...]:
     router = torch.rand(3, top_k, generator=rng) + 0.1
     x = x.unsqueeze(1) if is_dbrx else x
     return x, ids.to(like["device"]), router.to(**like)
+
+
+def call(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple[str, Tensor]:
+    """The operators of moe_ops that run in a layer's forward, and its output."""
+    with torch.no_grad(), _Recorder() as recorder:
+        output = _first(layer.module(*inputs))
+    return ", ".join(sorted(recorder.names)), output
 
 
 def _own_forward(layer: Layer, inputs: tuple[Tensor, ...]) -> Any:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import moe_ops
 from moe_ops import environment
-from moe_ops.integrations.transformers import fp8
+from moe_ops.integrations.transformers import fp8, hook
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.attach import attach
 from moe_ops.integrations.transformers.config import MoeOpsConfig
 from moe_ops.integrations.transformers.default_scheme import default_scheme
-from moe_ops.integrations.transformers.hook import AttachReport
+from moe_ops.integrations.transformers.hook import AttachReport, LayerReport
 from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.integrations.transformers.quantizer import mark_quantized
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors import check_quantizable
+from moe_ops.tensors.sharding import is_fsdp
 
 
 def quantize(model: nn.Module, scheme: str | QuantScheme | None = None) -> AttachReport:
@@ -40,8 +42,10 @@ def quantize(model: nn.Module, scheme: str | QuantScheme | None = None) -> Attac
             "int8_w8a16:channel"; the report says which.
 
     Returns:
-        The report of `attach`, made before the weights were quantized; its `quantized` names the
-        scheme.
+        The report of `attach`, whose checks were made before the weights were quantized. Of each
+        layer it says the relative error |quantized - plain| / |plain| of the output on the same
+        random tokens; `quantized` names the scheme, `bytes_before` and `bytes_after` the bytes of
+        the weights that this process holds.
 
     Raises:
         ValueError: as `attach` and `moe_ops.quantize`, naming the parameter; also weights that are
@@ -68,10 +72,22 @@ def quantize(model: nn.Module, scheme: str | QuantScheme | None = None) -> Attac
     for layer, name in pairs:
         _check_quantizable(layer, name, scheme)
     report = attach(model)
-    for layer, name in environment.progress_bar(pairs, f"quantizing experts to {scheme.name}"):
-        _quantize_weight(layer, name, scheme)
+    before = _held_bytes(pairs)
+    todo = list(zip(layers, report.layers, strict=True))
+    reports = [
+        _quantize_layer(layer, checked, scheme)
+        for layer, checked in environment.progress_bar(
+            todo, f"quantizing experts to {scheme.name}"
+        )
+    ]
     mark_quantized(model, MoeOpsConfig(scheme))
-    return replace(report, quantized=f"{scheme.name}{why}")
+    return replace(
+        report,
+        layers=tuple(reports),
+        quantized=f"{scheme.name}{why}",
+        bytes_before=before,
+        bytes_after=_held_bytes(pairs),
+    )
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -98,6 +114,48 @@ def quantize_weights(module: nn.Module, scheme: str, name: str | None = None) ->
         attach(module)
     for weight_name in names:
         _quantize_weight(layer, weight_name, get_scheme(scheme))
+
+
+def _quantize_layer(layer: Layer, checked: LayerReport, scheme: QuantScheme) -> LayerReport:
+    """Quantize the weights of a layer: the report of its check, with the error that this makes on
+    the same tokens.
+    """
+    inputs = hook.probe(layer)
+    plain, _, failed = _call(layer, inputs)
+    for name in layer.weights:
+        _quantize_weight(layer, name, scheme)
+    quantized, operators, fails = _call(layer, inputs)
+    error = None
+    if plain is not None and quantized is not None:
+        error = ((quantized - plain).norm() / plain.norm()).item()
+        error = error if math.isfinite(error) else None
+    after = f"error not measured{failed or fails}" if error is None else f"error {error:.2g} after"
+    return replace(
+        checked,
+        runs=hook.plan_text(layer) or operators or hook.UNCHECKED,
+        check=f"{checked.check}, before quantizing; {after}",
+        error=error,
+    )
+
+
+def _call(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, str, str]:
+    """The output for the tokens of the check, the operators that ran, and why there is no output.
+
+    In the midst of a model's layers nothing is raised, which would leave it half quantized.
+    """
+    if is_fsdp(layer.owner):  # which wants the whole model to be called first
+        return None, "", ""
+    try:
+        operators, output = hook.call(layer, inputs)
+    except Exception as failed:
+        return None, "", f": the layer fails: {failed}"
+    return output.float(), operators, ""
+
+
+def _held_bytes(pairs: list[tuple[Layer, str]]) -> int:
+    """Bytes of these weights that this process holds; weights that are tied count once."""
+    weights = {id(getattr(layer.owner, name)): layer.weight(name) for layer, name in pairs}
+    return sum([weight.nbytes for weight in weights.values()])
 
 
 def _quantize_weight(layer: Layer, name: str, scheme: QuantScheme) -> None:

@@ -17,7 +17,8 @@ from transformers.integrations.moe import use_experts_implementation
 
 import moe_ops
 import moe_ops.integrations.transformers as integration
-from moe_ops.integrations.transformers import activations
+from moe_ops.integrations.transformers import activations, hook
+from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.ops import relayout as relayout_module
 from tests.house.test_documents import run_python
 from tests.integrations.transformers.test_families import FAMILIES, build, relative
@@ -112,6 +113,76 @@ def test_quantize_replaces_the_weights_in_place(family):
     got, want = logits(model), logits(rounded)
     assert relative(got, want) < 1e-5
     assert relative(got, plain) > 1e-3  # it is quantized
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4", "dbrx"])
+def test_the_report_of_quantize_is_of_the_quantized_layers(family, monkeypatch):
+    """Error against the module's own forward in fp64 with dequantized weights, on the tokens that
+    `quantize` called it with; bytes and operators of the quantized weights, too."""
+    model = build(family, 2)
+    own = copy.deepcopy(model).double()
+    layers = [layer.module for layer in layers_of.find(model)]
+    calls = {}
+    for layer in layers:
+        layer.register_forward_hook(lambda m, given, _: calls.setdefault(m, []).append(given))
+    monkeypatch.setattr(hook, "plan_text", lambda layer: str(layer.weight(layer.weights[0]).dtype))
+    plain_bytes = sum(
+        layer.weight(n).nbytes for layer in layers_of.find(own) for n in layer.weights
+    )
+    report = integration.quantize(model, "int4_w4a16:g32")
+
+    rounded = copy.deepcopy(own)
+    for layer, target in zip(layers_of.find(model), layers_of.find(rounded), strict=True):
+        for name in layer.weights:
+            values = layer.weight(name).dequantize(torch.float64)
+            target.owner.get_parameter(name).data.copy_(values.reshape(target.weight(name).shape))
+    for line, layer, plain, quantized in zip(
+        report.layers, layers, layers_of.find(own), layers_of.find(rounded), strict=True
+    ):
+        first, *_, last = calls[layer]
+        assert all(torch.equal(a, b) for a, b in zip(first, last, strict=True))
+        given = [t.double() if t.is_floating_point() else t for t in last]
+        with torch.no_grad():
+            want, got = (hook._first(of.module(*given)) for of in (plain, quantized))
+        error = ((got - want).norm() / want.norm()).item()
+        assert line.error == pytest.approx(error, rel=1e-3) and error > 1e-2
+        assert line.check.endswith(f", before quantizing; error {error:.2g} after")
+
+    weights = [layer.weight(n) for layer in layers_of.find(model) for n in layer.weights]
+    parts = [getattr(w, n) for w in weights for n in w.__tensor_flatten__()[0]]
+    assert report.bytes_after == sum(t.numel() * t.element_size() for t in parts)
+    assert report.bytes_before == plain_bytes // 2  # fp32
+    sizes = f"{hook.size_text(report.bytes_before)} -> {hook.size_text(report.bytes_after)}"
+    assert str(report).startswith(f"experts quantized to int4_w4a16:g32: {sizes}, error 0.")
+
+
+@pytest.mark.parametrize("fails", [4, 5])
+def test_a_layer_that_fails_is_reported_and_the_whole_model_quantized(fails, monkeypatch):
+    model = build("mixtral", 2)
+    real, count = hook.call, iter(range(9))
+
+    def call(layer, inputs):  # two checks; then of each layer plain, quantized
+        if next(count) == fails:
+            raise RuntimeError("no memory")
+        return real(layer, inputs)
+
+    monkeypatch.setattr(hook, "call", call)
+    report = integration.quantize(model, "fp8_channel")
+    first, second = report.layers
+    assert first.error > 1e-3 and second.error is None
+    assert second.check.endswith("; error not measured: the layer fails: no memory")
+    for layer in layers_of.find(model):
+        assert layer.weight("gate_up_proj").scheme == "fp8_channel"
+    assert model.config.quantization_config.scheme == "fp8_channel"
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB"),
+     (56_623_104_000, "56.6 GB")],
+)  # fmt: skip
+def test_sizes_are_said_to_three_digits(count, text):
+    assert hook.size_text(count) == text
 
 
 @pytest.mark.slow
