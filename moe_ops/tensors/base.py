@@ -22,6 +22,7 @@ from moe_ops.pickling import rebuild_expert_tensor, stored
 from moe_ops.schemes import get_scheme
 
 Types = Iterable[type]  # of a call's arguments, as torch hands them over
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView  # what counts writes, and what views share
 
 
 class ExpertTensor(TorchAOBaseTensor):
@@ -176,7 +177,7 @@ class ExpertTensor(TorchAOBaseTensor):
         """The weights as a plain tensor of this shape, in ``dtype`` (default: ``self.dtype``)."""
         dtype = self.dtype if dtype is None else dtype
         if self.weight_layout.startswith(FLAT):
-            return self._unflattened().dequantize(dtype).view(-1)
+            return self._unflattened().dequantize(dtype).reshape(-1)
         if self.weight_layout == TRANSPOSED:
             return self._transposed().dequantize(dtype).transpose(-2, -1)
         if self.weight_layout:
@@ -257,10 +258,13 @@ class ExpertTensor(TorchAOBaseTensor):
     ) -> Any:
         kwargs = kwargs or {}
         handler = cls._ATEN_OP_TABLE[cls].get(func)
-        if handler is not None:
-            result = handler(func, types, args, kwargs)
-        else:  # under inference_mode composite operators arrive whole
-            result = func.decompose(*args, **kwargs)
+        # Parts of a view share the version counters of those of the weight, and writes increment
+        # them: parts are what a backward pass keeps, and checks.
+        with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False):
+            if handler is not None:
+                result = handler(func, types, args, kwargs)
+            else:  # under inference_mode composite operators arrive whole
+                result = func.decompose(*args, **kwargs)
         if result is NotImplemented:
             refuse(func, cls, writes=func._schema.is_mutable)
         return result
@@ -281,15 +285,6 @@ def refuse(func: Any, cls: type, writes: bool) -> NoReturn:
         )
     name = func if isinstance(func, torch._ops.OpOverload) else func.__name__
     raise NotImplementedError(f"{name} has no meaning for a quantized {cls.__name__}; {remedy}")
-
-
-def mark_written(weight: ExpertTensor) -> None:
-    """Tell autograd, which saw that the weight was written, that its tensors were: these are what
-    a backward pass keeps, and checks.
-    """
-    parts = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
-    seen = [t for t in parts if type(t) is Tensor and not t.is_inference()]
-    torch.autograd.graph.increment_version(seen)
 
 
 def refuse_grad(requires_grad: bool) -> None:

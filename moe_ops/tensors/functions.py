@@ -17,7 +17,6 @@ from moe_ops.tensors.base import (
     Types,
     implements,
     implements_torch_function,
-    mark_written,
     refuse,
     refuse_grad,
 )
@@ -163,7 +162,6 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
         )
     for name in self.__tensor_flatten__()[0]:
         getattr(self, name).copy_(getattr(src, name), *args[2:])
-    mark_written(self)
     return self
 
 

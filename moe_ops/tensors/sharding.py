@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_ops.tensors.base import ExpertTensor, Types, implements, mark_written
+from moe_ops.tensors.base import ExpertTensor, Types, implements
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -182,7 +182,6 @@ if torch.distributed.is_available():
                 work.wait()
                 if sent is not data:
                     data.copy_(sent)
-            mark_written(tensor)
         return args[0], work
 
 

@@ -6,6 +6,7 @@ would have no scales of its own, naming what to do instead.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -238,14 +239,15 @@ def view(self: ExpertTensor, size: tuple[int, ...]) -> ExpertTensor:
 def as_strided(
     self: ExpertTensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None
 ) -> ExpertTensor:
-    """The same weights: FSDP2 gives what it gathered its shape so."""
-    same = tuple(size) == tuple(self.shape) and tuple(stride) == tuple(self.stride())
-    if not same or offset not in (None, self.qdata.storage_offset()):
-        raise ValueError(
-            f"as_strided of {self} must keep its shape, strides and offset, got {tuple(size)}, "
-            f"{tuple(stride)} and {offset}; {_VIEW}"
-        )
-    return self._map(_alias)
+    """What `view` makes: FSDP2 gives what it gathered its shape so, and compilers repeat views."""
+    if offset in (None, self.qdata.storage_offset()) and math.prod(size) == self.numel():
+        viewed = view(self, size)
+        if tuple(viewed.stride()) == tuple(stride):
+            return viewed
+    raise ValueError(
+        f"as_strided of {self} must keep its shape, strides and offset, got {tuple(size)}, "
+        f"{tuple(stride)} and {offset}; {_VIEW}"
+    )
 
 
 _VIEW = "view dequantize()"
