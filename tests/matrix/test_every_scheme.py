@@ -128,6 +128,18 @@ ON_CPU_TOO = [
 ]
 
 
+def scaled_in_16_bits(M: int, cuda: bool) -> tuple[str, ...]:
+    """What names of schemes begin with whose weights are scaled in 16 bits beside M tokens, as
+    docs/quantization.md says."""
+    if not cuda:
+        return ("int4_w4a16:g32",)
+    if M == 1:
+        return ("int4_w4a16:g32", "int4_w4a16:g128")
+    if M < 150:
+        return ("int4_w4a16:g",)
+    return ("int4_w4a16:g", "int8_w8a16", "fp8_w8a16")  # experts have many rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "device, scheme",
@@ -135,16 +147,14 @@ ON_CPU_TOO = [
 )
 def test_error_is_that_of_rounding_once(device, scheme):
     """At most 1.5 times what rounding to 16 bits once costs: of both results, and of weights where
-    a kernel scales them in 16 bits, which is int4 by groups of 32, and on SM90 by all groups, of
-    more than one token."""
+    a kernel scales them in 16 bits."""
     cuda = device == "cuda"
     dtype = BF16 if cuda else FP16  # of bf16 triton's interpreter drops bits instead
     sizes = {"E": 4, "K": 512, "I": 384} if cuda else {"E": 3, "K": 128, "I": 128}
     for M in (1, 5, 24, 150) if cuda else (1, 12):
         case = Case(device, dtype, scheme, M=M, top_k=2, **sizes)
         exact = case.reference()
-        scaled = scheme.startswith("int4_w4a16:g32" if M == 1 or not cuda else "int4_w4a16:g")
-        weights = dtype if scaled else torch.float64
+        weights = dtype if scheme.startswith(scaled_in_16_bits(M, cuda)) else torch.float64
         rounded = oracle.experts(*case.args, **case.options, rounded=dtype, weights=weights)
         assert_matches(case.run("triton"), exact, 1.5 * oracle.relative_error(rounded, exact))
 

@@ -211,9 +211,10 @@ def test_router_weights_come_before_quantization(where, scheme, M):
         **options,
     )  # fmt: skip
     out = attempt(where, problem_of(case, name), lambda: case.check(name))
-    if name != "torch" or oracle.ACTIVATIONS[scheme] is None:
+    if name != "torch" or oracle.ACTIVATIONS[scheme] is None or device != "cpu":
         return
-    # the differentiable path says the same
+    # The differentiable path says the same. On GPUs it rounds the quantized rows to bf16, so that
+    # some neighbours of h are others: tests/kernels/training/test_rounding.py has that path.
     case.args[0].requires_grad_()
     assert_matches(case.run(name), out.double(), TOLERANCE[BF16])
 

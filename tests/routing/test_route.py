@@ -65,9 +65,9 @@ def oracle(
         size = len(row) // groups
         values = []
         for g in range(groups):
-            # two candidates beat one, and one beats none, so -inf would not do
-            members = sorted((max(k, -1e30) for k in key[g * size : (g + 1) * size]), reverse=True)
-            values.append(members[0] if bias is None else sum(members[:2]))
+            members = sorted(key[g * size : (g + 1) * size], reverse=True)
+            best = [k for k in members[: 1 if bias is None else 2] if k > -math.inf]
+            values.append(sum(best) if best else -math.inf)  # one candidate keeps its score
         best_groups = sorted(range(groups), key=lambda g: -values[g])[:kept]
         open_experts = [e for e in range(len(row)) if e // size in best_groups]
         ids = sorted(open_experts, key=lambda e: -key[e])[:top_k]

@@ -31,7 +31,7 @@ class Mailbox(NamedTuple):
     layout: SymmetricLayout
     rank: int
     buffers: tuple[Tensor, ...]  # (num_bytes,) uint8 of each rank, see `moe_ops.meta.symmetric`
-    peers: Tensor  # (R,) int64, bytes from this rank's buffer to each
+    peers: Tensor  # (R,) int64, bytes from this rank's buffer to each; holds the buffers
     epochs: Tensor  # (PROGRAMS,) int32, zero at first: launches of each program
 
     @classmethod
@@ -39,10 +39,9 @@ class Mailbox(NamedTuple):
         """A mailbox that was never used."""
         own = buffers[rank]
         distances = [buffer.data_ptr() - own.data_ptr() for buffer in buffers]
-        return cls(
-            layout,
-            rank,
-            tuple(buffers),
-            torch.tensor(distances, dtype=torch.int64, device=own.device),
-            torch.zeros(PROGRAMS, dtype=torch.int32, device=own.device),
-        )
+        peers = torch.tensor(distances, dtype=torch.int64, device=own.device)
+        # A launch has this rank's buffer and `peers` as its arguments. What they lead to must
+        # live until it has run, even if its mailbox is gone by then.
+        peers.buffers = tuple(buffers)  # type: ignore[attr-defined]
+        epochs = torch.zeros(PROGRAMS, dtype=torch.int32, device=own.device)
+        return cls(layout, rank, tuple(buffers), peers, epochs)

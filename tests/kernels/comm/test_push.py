@@ -2,6 +2,8 @@
 sends before one waits.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -320,6 +322,20 @@ def test_rows_of_an_address_that_is_no_word_s():
     assert [push.whole_words(x)[1] for x in (rows[0], rows[0][:, 1:])] == [4, 2]
     for out, _, _ in gather(boxes, rows):
         assert torch.equal(out, torch.cat(rows))
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_launch_keeps_the_buffers_that_it_writes(sums):
+    """Also those of other ranks, to which only addresses lead."""
+    boxes = mailboxes(SymmetricLayout(3, 3, 32, 0 if sums else 2))
+    buffers = [weakref.ref(buffer) for buffer in boxes[0].buffers]
+    launched = (pushed_sums if sums else pushed_rows)(torch.randn(3, 8), boxes[0], push.BOTH)
+    del boxes
+    gc.collect()
+    assert all(buffer() is not None for buffer in buffers)
+    del launched
+    gc.collect()
+    assert not any(buffer() is not None for buffer in buffers)
 
 
 def given_up():

@@ -45,12 +45,13 @@ interpreter_only = pytest.mark.skipif(
 
 
 @interpreter_only
+@pytest.mark.parametrize("num_experts, top_k", [(12, 5), (8, 2)])  # groups of 3 and of 2
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_kernel_under_the_interpreter(method, grouped):
-    logits = hostile_logits(6, 12)
-    top_k = 1 if method == "llama4" else 5
-    ours, theirs = options(method, 12, grouped=grouped, biased=grouped)
+def test_kernel_under_the_interpreter(method, grouped, num_experts, top_k):
+    logits = hostile_logits(6, num_experts)
+    top_k = 1 if method == "llama4" else top_k
+    ours, theirs = options(method, num_experts, grouped=grouped, biased=grouped)
     result = run_op(logits, top_k, method, ours, 2.5)
     check(result, oracle(logits, top_k, method, scale=2.5, **theirs))
 
