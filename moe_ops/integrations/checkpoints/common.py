@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,11 @@ import torch
 Config = dict[str, Any]
 VALUES_ONLY = "values_only"  # added to the Config of a matrix whose activations do not matter
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+shown = _SHORT.repr  # a value of a file, for messages: of any size and depth
 
 
 @dataclass(frozen=True)

@@ -10,37 +10,17 @@ and a checkpoint several times as large as the memory can be quantized while it 
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+from moe_ops.integrations.checkpoints.common import shown
+from moe_ops.integrations.checkpoints.headers import Entry, read_header
+from moe_ops.integrations.checkpoints.json_files import check_regular, read_object
 
 INDEX = "model.safetensors.index.json"
 _CONFIGS = ("quantization_config", "compression_config")
@@ -49,20 +29,6 @@ _OTHER_FILES = {  # where quantization_config stands but in config.json, and its
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor in a file, as the file's header describes it."""
-
-    name: str
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int  # byte offset in the file
-
-    def __str__(self) -> str:
-        return f"{self.name} in {self.file}"
 
 
 class TensorFiles:
@@ -82,10 +48,10 @@ class TensorFiles:
             index's counts.
 
     Raises:
-        ValueError: there is no file; the index is damaged or names a file or tensor that is not
-            there; files are numbered and one is missing; two hold the same tensor and no index
-            says which counts; a header is damaged, or a file is shorter than its header says. The
-            message names tensor and file.
+        ValueError: there is no file, or one that is no regular file; the index is damaged, names
+            a file or tensor that is not there, or a file outside its folder; files are numbered
+            and one is missing; two hold the same tensor and no index says which counts; or a
+            header is damaged, as `read_header` has it. The message names tensor and file.
     """
 
     def __init__(self, path: str | Path | list[str] | list[Path]):
@@ -97,7 +63,11 @@ class TensorFiles:
         self.is_whole = isinstance(path, (str, Path)) and self.files != [Path(path)]
         listed = None if index is None else read_index(index)
         for file in self.files:
-            self._read_header(file, listed)
+            header = read_header(file)
+            self.metadata |= header.metadata
+            self.unknown |= dict.fromkeys(header.unknown, file)
+            for entry in header.entries:
+                self._add(entry, listed)
         given = set(self.files)
         for name, file in (listed or {}).items():
             if file in given and name not in self.entries and name not in self.unknown:
@@ -105,36 +75,6 @@ class TensorFiles:
                     f"{file} must hold {name}, which {index} says it does, got a file without it; "
                     "download both again"
                 )
-
-    def _read_header(self, file: Path, listed: dict[str, Path] | None) -> None:
-        size = file.stat().st_size
-        with file.open("rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise ValueError(
-                    f"{file} must be a safetensors file, got {size} bytes without a header"
-                )
-            try:
-                header = json.loads(f.read(length))
-                self.metadata.update(header.pop("__metadata__", None) or {})
-                found = [_entry(name, file, info, 8 + length) for name, info in header.items()]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"{file} must have a JSON header of a safetensors file, got a damaged one: "
-                    f"{error}"
-                ) from error
-        for entry, end in found:
-            if isinstance(entry, str):
-                self.unknown[entry] = file
-                continue
-            count = _bytes(entry)
-            if end > size or end - entry.begin != count:
-                raise ValueError(
-                    f"{entry} must have {count} bytes that end at or before {size}, the file's "
-                    f"size, got {end - entry.begin} that end at {end}: the file is truncated; "
-                    "download it again"
-                )
-            self._add(entry, listed)
 
     def _add(self, entry: Entry, listed: dict[str, Path] | None) -> None:
         if listed is None and entry.name in self.entries:
@@ -159,7 +99,7 @@ class TensorFiles:
         those of `ids` alone, one after the other.
         """
         entry = self.entries[name]
-        piece = _bytes(entry) // count
+        piece = entry.bytes // count
         data = torch.empty(len(ids) * piece, dtype=torch.uint8)
         runs = [ids] if ids.step == 1 else [range(i, i + 1) for i in ids]
         rest = data.numpy().data
@@ -178,19 +118,6 @@ class TensorFiles:
         if count > 1:
             shape = (shape[0] // count * len(ids), *shape[1:])
         return data.view(entry.dtype).reshape(shape).to(device)
-
-
-def _entry(name: str, file: Path, info: dict, data: int) -> tuple[Entry | str, int]:
-    """A tensor of a header and where it ends; its name alone if torch lacks the dtype."""
-    begin, end = info["data_offsets"]
-    if info["dtype"] not in _DTYPES:
-        return name, data + end
-    shape = tuple(info["shape"])
-    return Entry(name, file, _DTYPES[info["dtype"]], shape, data + begin), data + end
-
-
-def _bytes(entry: Entry) -> int:
-    return math.prod(entry.shape) * entry.dtype.itemsize
 
 
 def _files_of(path: str | Path | list) -> tuple[list[Path], Path | None]:
@@ -217,7 +144,7 @@ def _files_of(path: str | Path | list) -> tuple[list[Path], Path | None]:
 
 def check_files(files: Iterable[Path], named_by: str) -> None:
     """Raise ValueError for files that are not there."""
-    missing = [str(file) for file in files if not file.is_file()]
+    missing = [str(file) for file in files if not file.exists()]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise ValueError(
@@ -244,19 +171,26 @@ def _index_of(folder: Path) -> Path | None:
 
 
 def read_index(index: Path) -> dict[str, Path]:
-    """The file of each tensor; ValueError if the index is damaged."""
-    try:
-        listed = json.loads(index.read_text())["weight_map"]
-        paths = {file: index.parent / file for file in set(listed.values())}
-        files = {name: paths[file] for name, file in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    """The file of each tensor; ValueError if the index is damaged, or names files outside its
+    folder.
+    """
+    check_regular(index)
+    listed = read_object(index, unique=True).get("weight_map")
+    is_map = isinstance(listed, dict) and all(isinstance(n, str) for n in listed.values())
+    if not listed or not is_map:
         raise ValueError(
-            f"{index} must be JSON with a weight_map of tensors to files, got a damaged one: "
-            f"{error!r}; download it again"
-        ) from error
-    if not files:
-        raise ValueError(f"{index} must name files in its weight_map, got an empty one")
-    return files
+            f"weight_map of {index} must be an object of tensors and the files that hold them, "
+            f"got {shown(listed)}; download it again"
+        )
+    paths = {}
+    for name in set(listed.values()):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(
+                f"weight_map of {index} must name files in its folder, got {name!r}; put the file "
+                "there, or a link to it"
+            )
+        paths[name] = index.parent / name
+    return {tensor: paths[name] for tensor, name in listed.items()}
 
 
 def _check_numbers(files: list[Path]) -> None:
@@ -279,22 +213,12 @@ def _check_numbers(files: list[Path]) -> None:
 
 def number_of_experts(folder: Path) -> int | None:
     """How many experts a layer has, as config.json says; None where it says nothing certain."""
-    config = _json(folder / "config.json")
+    config = read_object(folder / "config.json")
     if quantization_config(folder).get("moe_sparsity_config"):
         return None  # another number in each layer
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     said = {c[name] for c in _parts(config) for name in names if isinstance(c.get(name), int)}
     return said.pop() if len(said) == 1 else None
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} must be JSON, got a damaged file: {error}") from error
-    return found if isinstance(found, dict) else {}
 
 
 def _parts(config: dict) -> Iterable[dict]:
@@ -316,12 +240,12 @@ def quantization_config(folder: Path) -> dict[str, Any]:
     file of the library that quantized: ModelOpt's hf_quant_config.json, AutoGPTQ's
     quantize_config.json, AutoAWQ's quant_config.json.
     """
-    for part in _parts(_json(folder / "config.json")):
+    for part in _parts(read_object(folder / "config.json")):
         for name in _CONFIGS:
             if part.get(name):
                 return part[name]
     for name, method in _OTHER_FILES.items():
-        found = _json(folder / name)
+        found = read_object(folder / name)
         if found:
             return {"quant_method": method} | found.get("quantization", found)
     return {}

@@ -9,7 +9,6 @@ checkpoints to the dtype of the parameter they are meant for.
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -312,7 +311,7 @@ class MoeOpsQuantizer(HfQuantizer):
         if sharding.is_sharded(old):
             device = old.device_mesh.device_type
         else:
-            smallest = min(tensors.keys() & entries.keys(), key=lambda n: _bytes(entries[n]))
+            smallest = min(tensors.keys() & entries.keys(), key=lambda n: entries[n].bytes)
             device = tensors[smallest]().device  # transformers' device map, applied
         if target in self._layers:
             self._layers[target][0].set_weight(name, self._read_weight(target, device))
@@ -524,7 +523,3 @@ def _metadata_key(source: Source) -> str:
     """Where the metadata of our own files describe the weight of these tensors."""
     role, tensor = next(iter(source.items()))
     return "moe_ops:" + tensor.removesuffix(f".{role}")
-
-
-def _bytes(entry: files.Entry) -> int:
-    return math.prod(entry.shape) * entry.dtype.itemsize

@@ -1,6 +1,7 @@
 """Which files and tensors of a checkpoint count: its index is the truth."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -77,12 +78,64 @@ def test_a_missing_tensor_of_the_index_is_named(tmp_path):
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {}}'])
+DAMAGED_INDICES = {
+    "{": f"{INDEX} must be JSON",
+    "[" * 100_000: f"{INDEX} must be JSON, got a damaged file: maximum recursion depth",
+    "[]": f"{INDEX} must be a JSON object, got a list",
+    "{}": f"weight_map of .*{INDEX} must be an object of tensors and .*got None",
+    '{"weight_map": [1]}': rf"weight_map of .*{INDEX} must be .*got \[1\]",
+    '{"weight_map": {"a": 1}}': f"weight_map of .*{INDEX} must be .*got {{'a': 1}}",
+    '{"weight_map": {}}': f"weight_map of .*{INDEX} must be .*got {{}}",
+    '{"weight_map": {"a": "x", "a": "y"}}': f"{INDEX} must be JSON, .*the name 'a' stands twice",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED_INDICES, ids=lambda text: text[:40])
 def test_damaged_indices(text, tmp_path):
     shards(tmp_path)
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(ValueError, match=f"{INDEX} must .*weight_map"):
+    with pytest.raises(ValueError, match=DAMAGED_INDICES[text]):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_an_index_names_files_in_its_folder(absolute, tmp_path):
+    """Files elsewhere are refused by name; those in folders inside and links to others count, as
+    in the Hub's cache.
+    """
+    folder, outside = tmp_path / "model", tmp_path / "blobs"
+    folder.mkdir(), outside.mkdir()
+    whole = shards(folder)
+    name = "model-00001-of-00002.safetensors"
+    (folder / name).rename(outside / "1f0a")
+    other = str(outside / "1f0a") if absolute else "../blobs/1f0a"
+    listed = listed_in(folder)
+    write_index(folder, {n: other if f == name else f for n, f in listed.items()})
+    with pytest.raises(ValueError, match=f"{INDEX} must name files in its folder, got '{other}'"):
+        Checkpoint(folder)
+    write_index(folder, {n: f"part/{f}" for n, f in listed.items()})
+    (folder / "part").mkdir()
+    (folder / "part" / name).symlink_to(outside / "1f0a")
+    (folder / "model-00002-of-00002.safetensors").rename(
+        folder / "part" / name.replace("1-", "2-", 1)
+    )
+    (folder / INDEX).rename(outside / "77c2")
+    (folder / INDEX).symlink_to("../blobs/77c2")
+    assert torch.equal(read(folder), whole)
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", INDEX, "config.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_regular_file_is_refused(name, make, tmp_path):
+    """At once: reading from a pipe would wait for a writer."""
+    shards(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    for has_index in (True, False):
+        if not has_index and name != INDEX:
+            (tmp_path / INDEX).unlink()
+        with pytest.raises(ValueError, match=f"{name} must be a regular file, got something else"):
+            Checkpoint(tmp_path)
 
 
 def test_other_indices(tmp_path):
