@@ -142,13 +142,12 @@ def plan_text(layer: Layer) -> str:
         return ""
     w13, w2 = (hf_activations.rows_first(w, owner) for w in weights)
     bias = [local_part(getattr(owner, f"{name}_bias", None)) for name in layer.weights]
-    top_k = getattr(owner.config, "num_experts_per_tok", None) or 1
     options = hf_activations.options_of(owner)
     plan = moe_ops.explain(
         torch.empty(1, w13.shape[2], dtype=w13.dtype, device=w13.device),
         w13,
         w2,
-        torch.zeros(1, top_k, dtype=torch.int64, device=w13.device),
+        torch.zeros(1, layer.top_k, dtype=torch.int64, device=w13.device),
         activation=activation,
         w13_bias=bias[0],
         w2_bias=bias[1],

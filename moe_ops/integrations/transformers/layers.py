@@ -77,6 +77,18 @@ class Layer:
         """Size of the experts' input."""
         return self.natural_weight(self.weights[0]).shape[-1]
 
+    @property
+    def top_k(self) -> int:
+        """Experts of a token, as the configuration says, which may say it layer by layer; 1 where
+        it does not.
+        """
+        config = self.owner.config
+        found = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", 1)
+        if isinstance(found, int):
+            return found
+        number = re.search(r"\d+", self.name)
+        return found[int(number[0])] if number else max(found)
+
     def natural_weight(self, name: str) -> Tensor:
         """A weight as (E, rows, columns), a view, of the experts that this process holds."""
         weight = self.weight(name)

@@ -87,14 +87,12 @@ def _block(layer: Layer, block: nn.Module, dtype: torch.dtype) -> Callable[[int]
 
 def _experts(layer: Layer, dtype: torch.dtype) -> Callable[[int], object]:
     """Experts alone. Their router's dtype does not show: both that routers return are warmed."""
-    config = layer.owner.config
-    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
 
     def run(num_tokens: int) -> None:
         weight = getattr(layer.owner, layer.weights[0])
         x = random_tokens((num_tokens, layer.columns), dtype, weight.device)
         scores = random_tokens((num_tokens, weight.shape[0]), torch.float32, weight.device)
-        scores, ids = scores.sigmoid().topk(top_k or 1)
+        scores, ids = scores.sigmoid().topk(layer.top_k)
         for router_dtype in dict.fromkeys((dtype, torch.float32)):
             layer.module._call_impl(x, ids, scores.to(router_dtype))
 
