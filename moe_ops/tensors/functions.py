@@ -194,6 +194,22 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     return args[0]
 
 
+@implements_torch_function(torch.Tensor.numpy)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    refuse(func, type(args[0]), writes=False)
+
+
+@implements_torch_function(torch.Tensor.storage)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    """safetensors asks for it, because an untyped storage of several tensors has no address."""
+    raise ValueError(
+        f"a state_dict with a quantized {type(args[0]).__name__} must be taken apart to be saved "
+        "by safetensors, which keeps plain tensors: tensors, metadata = "
+        "moe_ops.tensors.flatten(state_dict), then save_file(tensors, path, metadata); a "
+        "transformers model is saved by save_pretrained"
+    )
+
+
 @implements_torch_function(torch.Tensor.is_shared)
 @implements(aten.is_pinned.default)
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:

@@ -216,6 +216,22 @@ def test_safetensors_round_trip(scheme, tmp_path):
     assert unflatten({"a": tensors["norm"]}, None) == {"a": tensors["norm"]}
 
 
+def test_files_of_plain_tensors_are_refused_by_name(tmp_path):
+    files, layer = pytest.importorskip("safetensors.torch"), Experts(make("fp8_block"))
+    for save in (
+        lambda: files.save_file(layer.state_dict(), tmp_path / "w.safetensors"),
+        lambda: files.save_model(layer, tmp_path / "w.safetensors"),
+        lambda: files.save(layer.state_dict()),
+    ):
+        with pytest.raises(
+            ValueError, match=r"Float8ExpertTensor must be .*flatten\(state_dict\)"
+        ):
+            save()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(NotImplementedError, match=r"numpy .*call it on weight.dequantize\(\)"):
+        layer.weight.numpy()
+
+
 def test_safetensors_refuses_what_it_cannot_restore():
     q = make("fp8_block")
     with pytest.raises(ValueError, match=r"'w\.scale' twice"):

@@ -83,7 +83,8 @@ class Layer:
         it does not.
         """
         config = self.owner.config
-        found = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", 1)
+        found: Any = getattr(config, "num_experts_per_tok", None)
+        found = found or getattr(config, "top_k_experts", 1)
         if isinstance(found, int):
             return found
         number = re.search(r"\d+", self.name)
@@ -120,6 +121,20 @@ class Layer:
         weight = turned(weight) if self.columns_first(name) else weight
         weight = sharding.sharded_like(weight, getattr(self.owner, name))
         setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))
+        sharding.renew_fsdp(self.owner)
+
+    def replace(
+        self, name: str, function: Callable[[Any], Tensor], done: dict[int, nn.Parameter]
+    ) -> None:
+        """Replace a weight by what ``function`` makes of it, both (E, rows, columns). ``done`` has
+        the new parameters by the ids of the old ones: layers that shared one go on sharing.
+        """
+        old = id(getattr(self.owner, name))
+        if old not in done:
+            self.set_weight(name, function(self.natural_weight(name)))
+            done[old] = getattr(self.owner, name)
+            return
+        setattr(self.owner, name, done[old])
         sharding.renew_fsdp(self.owner)
 
 

@@ -61,6 +61,7 @@ def restore_modules(model: nn.Module) -> bool:
             setattr(restored.experts, f"{projection}_bias", bias_parameter)
             delattr(block.experts, projection)  # not both in memory for longer than this
         model.set_submodule(name, restored)
+    vars(model).pop("hf_quantizer", None)  # it has quantized nothing else
     return True
 
 

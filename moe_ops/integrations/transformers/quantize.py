@@ -28,11 +28,11 @@ def quantize(model: nn.Module, scheme: str | QuantScheme | None = None) -> Attac
 
     All weights are checked before the first one changes: after a ValueError or RuntimeError the
     model is as it was before the call. Then each is replaced by an `ExpertTensor` parameter with
-    requires_grad=False, one at a time, so that at most one weight exists twice. A parameter keeps
-    the shape it had: where a family keeps (E, columns, rows), the quantized data lies as (E, rows,
-    columns) under a transposed view. Two families are exceptions: dbrx's three (E * I, H) become
-    (E, I, H), and longcat_flash's gate_up_proj loses the rows of its identity experts, which
-    nothing reads.
+    requires_grad=False, one at a time, so that at most one weight exists twice; layers that share
+    a parameter go on sharing. A parameter keeps the shape it had: where a family keeps (E,
+    columns, rows), the quantized data lies as (E, rows, columns) under a transposed view. Two
+    families are exceptions: dbrx's three (E * I, H) become (E, I, H), and longcat_flash's
+    gate_up_proj loses the rows of its identity experts, which nothing reads.
 
     Args:
         model: as for `attach`.
@@ -74,8 +74,9 @@ def quantize(model: nn.Module, scheme: str | QuantScheme | None = None) -> Attac
     report = attach(model)
     before = _held_bytes(pairs)
     todo = list(zip(layers, report.layers, strict=True))
+    done: dict[int, nn.Parameter] = {}
     reports = [
-        _quantize_layer(layer, checked, scheme)
+        _quantize_layer(layer, checked, scheme, done)
         for layer, checked in environment.progress_bar(
             todo, f"quantizing experts to {scheme.name}"
         )
@@ -113,17 +114,19 @@ def quantize_weights(module: nn.Module, scheme: str, name: str | None = None) ->
     if not any(fp8.is_quantized(layer.weight(n)) for n in layer.weights):
         attach(module)
     for weight_name in names:
-        _quantize_weight(layer, weight_name, get_scheme(scheme))
+        _quantize_weight(layer, weight_name, get_scheme(scheme), {})
 
 
-def _quantize_layer(layer: Layer, checked: LayerReport, scheme: QuantScheme) -> LayerReport:
+def _quantize_layer(
+    layer: Layer, checked: LayerReport, scheme: QuantScheme, done: dict[int, nn.Parameter]
+) -> LayerReport:
     """Quantize the weights of a layer: the report of its check, with the error that this makes on
     the same tokens.
     """
     inputs = hook.probe(layer)
     plain, _, failed = _call(layer, inputs)
     for name in layer.weights:
-        _quantize_weight(layer, name, scheme)
+        _quantize_weight(layer, name, scheme, done)
     quantized, operators, fails = _call(layer, inputs)
     error = None
     if plain is not None and quantized is not None:
@@ -158,8 +161,10 @@ def _held_bytes(pairs: list[tuple[Layer, str]]) -> int:
     return sum([weight.nbytes for weight in weights.values()])
 
 
-def _quantize_weight(layer: Layer, name: str, scheme: QuantScheme) -> None:
-    layer.set_weight(name, moe_ops.quantize(layer.natural_weight(name).contiguous(), scheme))
+def _quantize_weight(
+    layer: Layer, name: str, scheme: QuantScheme, done: dict[int, nn.Parameter]
+) -> None:
+    layer.replace(name, lambda weight: moe_ops.quantize(weight.contiguous(), scheme), done)
 
 
 def _check_quantizable(layer: Layer, weight_name: str, scheme: QuantScheme) -> None:

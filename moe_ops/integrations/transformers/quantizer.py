@@ -59,8 +59,14 @@ class MoeOpsQuantizer(HfQuantizer):
     is_trainable = True  # adapters: the experts themselves receive no gradients
     is_compileable = True
 
-    def __init__(self, quantization_config: MoeOpsConfig, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        quantization_config: MoeOpsConfig,
+        beside: HfQuantizer | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(quantization_config, **kwargs)
+        self.beside = beside  # that of the model's other layers, which was there before
         # False makes transformers ask for one tensor after the other; threads would read ahead
         self.pre_quantized = False
         self._model: PreTrainedModel | None = None
@@ -82,11 +88,18 @@ class MoeOpsQuantizer(HfQuantizer):
 
     # --- before loading: what belongs where ---------------------------------------------------
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Called with the map that was given, and with the one that transformers infers."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                "device_map must not have 'disk', got one, or too little memory for an inferred "
+                "one: offload to 'cpu' instead, and give it more by max_memory"
+            )
+
     def _process_model_before_weight_loading(
         self,
         model: PreTrainedModel,
         checkpoint_files: Any = None,
-        device_map: Any = None,
         **kwargs: Any,
     ) -> None:
         if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
@@ -95,8 +108,6 @@ class MoeOpsQuantizer(HfQuantizer):
                 "convert the checkpoint, or load it plain and call "
                 "moe_ops.integrations.transformers.quantize"
             )
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("device_map must not have 'disk', got one: offload to 'cpu' instead")
         _check_index(Path(checkpoint_files[0]))
         config = files.quantization_config(Path(checkpoint_files[0]).parent)
         ours = config.get("quant_method") == METHOD
@@ -387,6 +398,14 @@ class MoeOpsQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        if self.beside is not None and not getattr(model, "_hf_peft_config_loaded", False):
+            method = self.beside.quantization_config.quant_method
+            raise ValueError(
+                "only the experts of a model must be quantized to save it, got one whose other "
+                f"layers were quantized by {getattr(method, 'value', method)!r} while it was "
+                "loaded; save it before its experts are quantized, and quantize them after each "
+                "load"
+            )
         state = model.state_dict()
         for name, t in list(state.items()):  # those of plain tensors are left to transformers
             if sharding.is_sharded(t) and isinstance(t.to_local(), ExpertTensor):
@@ -401,13 +420,15 @@ class MoeOpsQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        if self.beside is not None:
+            model = self.beside._dequantize(model, dtype)
         if isinstance(dtype, str):  # as a configuration has it once it was saved
             dtype = getattr(torch, dtype)
+        done: dict[int, nn.Parameter] = {}
         for layer in layers_of.find(model):
             for name in layer.weights:
-                weight = layer.natural_weight(name)
-                if isinstance(weight, ExpertTensor):
-                    layer.set_weight(name, weight.dequantize(dtype))
+                if isinstance(layer.weight(name), ExpertTensor):
+                    layer.replace(name, lambda weight: weight.dequantize(dtype), done)
         vars(model.config).pop("experts_implementation", None)  # as `mark_quantized` set it
         for module in model.modules():  # and of its backbone, which transformers leaves
             if module is model or not isinstance(module, PreTrainedModel):
@@ -454,15 +475,18 @@ _MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "_weight_conver
 def mark_quantized(model: nn.Module, config: MoeOpsConfig, keep: bool = False) -> None:
     """Make `save_pretrained` write the experts as they are: that of the model, of one inside of a
     wrapper of PEFT or of torch.compile, and of its backbone, which shares its configuration.
-    `keep`: not where it has a quantizer already.
+    `keep`: not where that is done already.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if keep and models and getattr(models[0], "hf_quantizer", None) is not None:
-        return
+    before = getattr(models[0], "hf_quantizer", None) if models else None
+    if isinstance(before, MoeOpsQuantizer):
+        if keep:
+            return
+        before = before.beside
     for module in models:
         if module.config is not models[0].config:
             continue
-        module.hf_quantizer = MoeOpsQuantizer(config)
+        module.hf_quantizer = MoeOpsQuantizer(config, before)
         module.is_quantized = True
         module.quantization_method = METHOD
         # the tensors keep the model's names: conversions would take quantized weights apart as if

@@ -432,6 +432,8 @@ def test_what_from_pretrained_refuses(tmp_path):
             device_map={"model": "cpu", "lm_head": "disk"},
             offload_folder=tmp_path,
         )
+    with pytest.raises(ValueError, match="device_map must not have 'disk'.*inferred.*max_memory"):
+        load(tmp_path, "fp8_block", device_map="auto", max_memory={"cpu": "100KB"})
     for arguments, message in (
         (("int3",), "scheme must be one of"),
         (("fp8_block", "cuda"), "backend must be"),

@@ -268,22 +268,79 @@ def test_quantize_that_fails_leaves_the_model_as_it_was(family):
 
 
 def test_saving_a_quantized_model_with_tied_embeddings(tmp_path):
-    """save_pretrained keeps them; what cannot take quantized weights apart says so."""
+    """save_pretrained keeps them."""
     files = pytest.importorskip("safetensors.torch")
     config = copy.deepcopy(build("mixtral", 1).config)
     config.tie_word_embeddings = True
     model = transformers.MixtralForCausalLM(config).eval()
     integration.quantize(model, "fp8_channel")
-    for save in (
-        lambda: files.save_model(model, tmp_path / "model.safetensors"),
-        lambda: files.save_file(model.state_dict(), tmp_path / "state.safetensors"),
-    ):
-        with pytest.raises(RuntimeError, match="data pointer on an invalid python storage"):
-            save()
+    with pytest.raises(ValueError, match=r"saved by save_pretrained"):
+        files.save_model(model, tmp_path / "model.safetensors")
     model.save_pretrained(tmp_path)
     loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert relative(logits(loaded), logits(model)) < 1e-6
+
+
+def test_experts_that_two_layers_share_stay_shared(tmp_path):
+    """Through quantize and dequantize; their error is measured in both layers."""
+    model = build("mixtral", 3)
+    first, second, third = (layer.mlp.experts for layer in model.model.layers)
+    second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    alone = copy.deepcopy(model)
+    for name in ("gate_up_proj", "down_proj"):  # the same values, shared by nobody
+        weight = getattr(second, name).detach().clone()
+        setattr(alone.model.layers[1].mlp.experts, name, nn.Parameter(weight))
+    reports = [integration.quantize(m, "int8_w8a16:channel") for m in (model, alone)]
+    for name in ("gate_up_proj", "down_proj"):
+        assert getattr(first, name) is getattr(second, name) is not getattr(third, name)
+        assert getattr(first, name).scheme == "int8_w8a16:channel"
+    assert torch.equal(logits(model), logits(alone))
+    errors = [[layer.error for layer in report.layers] for report in reports]
+    assert errors[0] == errors[1] and all(0 < error < 0.1 for error in errors[0])
+    model.dequantize(), alone.dequantize()
+    assert first.down_proj is second.down_proj is not third.down_proj
+    assert type(first.down_proj) is nn.Parameter and torch.equal(logits(model), logits(alone))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_beside_layers_of_another_quantizer(tmp_path):
+    """They run; saving both is refused before anything is written, dequantizing does both or
+    nothing.
+    """
+    torchao = pytest.importorskip("torchao.quantization")
+    plain = build("mixtral", 1).bfloat16()
+    plain.save_pretrained(tmp_path / "plain")
+    other = transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    options = {"quantization_config": other, "dtype": torch.bfloat16}
+    model = type(plain).from_pretrained(tmp_path / "plain", **options)
+    want = logits(model)
+    integration.quantize(model, "int8_w8a16:channel")
+    assert 0 < relative(logits(model), want) < 0.1
+    with pytest.raises(ValueError, match="other layers were quantized by 'torchao' while it was"):
+        model.save_pretrained(tmp_path / "both")
+    assert not list((tmp_path / "both").iterdir())
+    with pytest.raises(NotImplementedError, match="no implementation of `dequantize`"):
+        model.dequantize()
+    assert model.model.layers[0].mlp.experts.down_proj.scheme == "int8_w8a16:channel"
+
+
+def test_a_number_of_experts_a_token_of_each_layer(tmp_path):
+    """Hunyuan's moe_topk may be a list; the report plans for the layer's own."""
+    config = build("hunyuan_v1_moe", 2).config
+    config.moe_topk = [1, 3]
+    torch.manual_seed(0)
+    plain = transformers.HunYuanMoEV1ForCausalLM(config).eval()
+    model = copy.deepcopy(plain)
+    integration.attach(model)
+    assert relative(logits(model), logits(plain)) < 1e-5
+    assert [layer.top_k for layer in layers_of.find(model)] == [1, 3]
+    assert layers_of.find(model.model.layers[0].mlp)[0].top_k == 3  # not known here: the most
+    integration.quantize(model, "int8_w8a16:channel")
+    assert 0 < relative(logits(model), logits(plain)) < 0.1
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert relative(logits(again), logits(model)) < 1e-6
 
 
 # --- FP8 checkpoints ----------------------------------------------------------------------------
