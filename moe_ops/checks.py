@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 
@@ -35,7 +36,21 @@ def check_rank(name: str, tensor: Tensor, shape: str) -> None:
     check_tensor(name, tensor)
     rank = shape.count(",") + 1
     if tensor.ndim != rank:
-        raise ValueError(f"{name} must have shape {shape}, got a {tensor.ndim}-D tensor")
+        raise ValueError(
+            f"{name} must have shape {shape}, got a {tensor.ndim}-D tensor"
+            f"{_other_rank(name, tensor.ndim, shape, rank)}"
+        )
+
+
+def _other_rank(name: str, found: int, shape: str, rank: int) -> str:
+    """What to do about a tensor of another rank, behind a semicolon; "" where nothing is known."""
+    if rank == 2 and found > 2:
+        return f"; flatten its leading dimensions: {name}.flatten(0, {found - 2})"
+    if found != rank - 1:
+        return ""
+    if shape.endswith("top_k)"):
+        return f"; where top_k is 1 pass {name}.unsqueeze(1)"
+    return f"; {'one row' if rank == 2 else 'that of one expert'} becomes {name}.unsqueeze(0)"
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
@@ -55,9 +70,45 @@ def check_tensor(name: str, value: object) -> None:
     """Raise unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise ValueError(
-            f"{name} must be a torch.Tensor, got {type(value).__name__}; torch.as_tensor converts "
-            "arrays and lists"
+            f"{name} must be a torch.Tensor, got {type(value).__name__}{_as_tensor(name, value)}"
         )
+
+
+def _as_tensor(name: str, value: Any) -> str:
+    """How a tensor is made of something else, behind a semicolon; "" where nothing is known."""
+    if value is None:
+        return "; it cannot be left out"
+    if isinstance(value, (list, tuple, nn.ModuleList, nn.ParameterList)) and len(value):
+        first = value[0]
+        if isinstance(first, nn.Module):
+            return f"; pass torch.stack([one.{_largest(first)} for one in {name}])"
+        if isinstance(first, Tensor):
+            kinds = {(one.shape, one.dtype) if isinstance(one, Tensor) else None for one in value}
+            return f"; pass {f'torch.stack(tuple({name}))' if len(kinds) == 1 else 'one of them'}"
+    if isinstance(value, nn.Module):
+        return f"; pass a parameter of it, such as {name}.{_largest(value)}"
+    if isinstance(value, (list, tuple, Real)) or hasattr(value, "__array__"):
+        return f"; pass torch.as_tensor({name})"
+    return ""
+
+
+def _largest(module: nn.Module) -> str:
+    """The name of a module's largest parameter."""
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    return max(sizes, key=lambda name: sizes[name], default="weight")
+
+
+def check_ids(name: str, ids: Tensor, weights: Tensor | None = None) -> None:
+    """Raise unless ids of experts are integers; `weights` are what they may be swapped with."""
+    if ids.dtype in (torch.int32, torch.int64):
+        return
+    if not ids.is_floating_point():
+        remedy = "convert it with .to()"
+    elif weights is None or weights.is_floating_point():
+        remedy = "pass the second tensor that moe_ops.route returns, the first are weights"
+    else:
+        remedy = "topk_weights and topk_ids are swapped"
+    raise ValueError(f"{name} must be int32 or int64, got {ids.dtype}; {remedy}")
 
 
 def check_type(name: str, value: object, kind: type) -> None:

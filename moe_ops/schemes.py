@@ -273,7 +273,8 @@ class QuantScheme:
         """``weight`` of a scheme that must have one; ValueError for plain weights."""
         if self.weight is None:
             raise ValueError(
-                f"scheme must be one that quantizes weights, {_known()}, got {self.name!r}"
+                "scheme must be one that quantizes weights, such as 'fp8_block', got "
+                f"{self.name!r}"
             )
         return self.weight
 
@@ -415,11 +416,21 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
         found = SCHEMES.get(OTHER_NAMES.get(scheme, scheme)) or _spelled_out.get(scheme)
         if found is None and scheme.startswith(_CUSTOM):
             return _spell(scheme)
+    if not isinstance(scheme, str):
+        raise ValueError(
+            "scheme must be a name, such as 'fp8_block', or a QuantScheme, got "
+            f"{type(scheme).__name__}"
+        )
     if found is None:
-        close = [n for n in (*OTHER_NAMES, *SCHEMES) if n and n.startswith(str(scheme))][:5]
-        close = close or get_close_matches(str(scheme), SCHEMES, 3)
-        meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise ValueError(f"scheme must be one of {_known()}, got {scheme!r}{meant}")
+        close = [n for n in (*OTHER_NAMES, *SCHEMES) if n and n.startswith(scheme)]
+        if ":" not in scheme:
+            close = list(dict.fromkeys([name.split(":")[0] for name in close]))
+        close = close[:8] or get_close_matches(scheme, SCHEMES, 3)
+        meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+        raise ValueError(
+            f"scheme must be one of moe_ops.schemes.SCHEMES, got {scheme!r}{meant} "
+            f"Families: {', '.join(_FAMILIES)}"
+        )
     return found
 
 
@@ -480,11 +491,6 @@ def _description(text: str) -> QuantDesc:
         scale_rule=next((rule for rule in SCALE_RULES if rule in rest), ""),
         **{field: flag in rest for flag, field in _FLAGS.items()},
     )
-
-
-def _known() -> str:
-    """The names of all schemes that quantize."""
-    return ", ".join(repr(name) for name in (*SCHEMES, *OTHER_NAMES) if name)
 
 
 def _mx(dtype: str, rule: str = "ocp", static: bool = True) -> QuantDesc:
@@ -549,6 +555,7 @@ def _all_schemes() -> Iterator[tuple[str, QuantDesc | None, QuantDesc | None]]:
 
 
 SCHEMES = {name: QuantScheme(name, *operands) for name, *operands in _all_schemes()}
+_FAMILIES = tuple(dict.fromkeys([name.split(":")[0].split("_")[0] for name in SCHEMES if name]))
 # other spellings: names without their variant, and the default variant of names that have none
 OTHER_NAMES = {
     "fp8_w8a16": "fp8_w8a16:channel",

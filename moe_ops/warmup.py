@@ -134,11 +134,14 @@ def warmup(
         subjects = [Subject(name, model_or_layer)]
     else:
         got = type(model_or_layer).__name__
+        several = "; torch.nn.ModuleList holds several layers" * isinstance(
+            model_or_layer, (list, tuple)
+        )
         if isinstance(model_or_layer, type):
             got = f"the class {model_or_layer.__name__}; pass an instance of it"
         raise ValueError(
             "model_or_layer must be a torch.nn.Module or a function of the number of tokens, "
-            f"got {got}"
+            f"got {got}{several}"
         )
     # the largest first: smaller calls then find memory that fits them
     work = [(subject, M) for subject in subjects for M in reversed(counts)]

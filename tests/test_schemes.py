@@ -51,22 +51,28 @@ def test_names_and_variants():
 
 
 def test_unknown_name_lists_the_known():
-    with pytest.raises(ValueError, match=r"scheme must be one of .*'fp8_block'.*got 'fp9'"):
-        get_scheme("fp9")
-    with pytest.raises(ValueError, match="got 'int4'; did you mean 'int4_w4a16' or "):
-        get_scheme("int4")
-    with pytest.raises(ValueError, match="got 'fp8blok'; did you mean 'fp8_block'"):
-        get_scheme("fp8blok")
-    for wrong in ("fp9", None, ["fp8_block"]):
-        with pytest.raises(ValueError, match=r"scheme must be one of 'fp8_") as caught:
+    families = "Families: fp8, int8, int4, mxfp4, mxfp6, mxfp8, nvfp4"
+    for wrong, meant in (
+        ("fp9", "."),
+        ("int4", "; did you mean 'int4_w4a16' or 'int4_w4a8'?"),
+        ("fp8blok", "; did you mean 'fp8_block' or 'fp8_w8a16:block' or 'fp8_block:ue8m0'?"),
+    ):
+        with pytest.raises(ValueError) as caught:
             get_scheme(wrong)
-        assert "''" not in str(caught.value)  # plain weights, which quantize would refuse
+        start = f"scheme must be one of moe_ops.schemes.SCHEMES, got {wrong!r}"
+        assert str(caught.value) == f"{start}{meant} {families}"
+    with pytest.raises(ValueError, match="did you mean 'fp8_w8a16' .*'fp8_tensor' .*'fp8_block'"):
+        get_scheme("fp8")
+    for wrong in (None, ["fp8_block"], torch.ones(2)):
+        kind = type(wrong).__name__
+        with pytest.raises(ValueError, match=f"scheme must be a name, such as .*, got {kind}$"):
+            get_scheme(wrong)
     with pytest.raises(ValueError, match="fp8_w8a16:block"):
         get_scheme("fp8_w8a16:row")
     taken = QuantScheme("fp8_block", QuantDesc("e4m3", PER_ROW), None)
     with pytest.raises(ValueError, match="name of its own, got a QuantScheme named 'fp8_block'"):
         get_scheme(taken)
-    with pytest.raises(ValueError, match="quantizes weights, 'fp8_tensor', .*got ''"):
+    with pytest.raises(ValueError, match="quantizes weights, such as 'fp8_block', got ''"):
         get_scheme("").scale_shape(2, 3)
 
 

@@ -124,9 +124,11 @@ def _check(name: str, t: Any, shape: tuple, device: torch.device) -> int:
     if not torch.compiler.is_compiling():
         refuse_lost(name, t)
     found = tuple([static_size(size) for size in t.shape])
-    if any([want is not None and want != size for want, size in zip(shape, found, strict=True)]):
+    if not _fits(found, shape):
         text = ", ".join(["r" if size is None else str(size) for size in shape])
-        raise ValueError(f"{name} must have shape {expected} = ({text}), got {found}")
+        turned = _fits((found[0], found[2], found[1]), shape)
+        remedy = f"; it is transposed: pass {name}.transpose(1, 2)" if turned else ""
+        raise ValueError(f"{name} must have shape {expected} = ({text}), got {found}{remedy}")
     rank = found[expected.split(", ").index("r") if "(E, r" in expected else 2]
     if rank < 1:
         raise ValueError(f"{name} must have a rank of at least 1, got shape {found}")
@@ -138,6 +140,10 @@ def _check(name: str, t: Any, shape: tuple, device: torch.device) -> int:
     if t.device != device:
         raise ValueError(f"{name} must be on {device}, got {t.device}; move it with .to()")
     return rank
+
+
+def _fits(found: tuple, shape: tuple) -> bool:
+    return all([want in (None, size) for want, size in zip(shape, found, strict=True)])
 
 
 def _joined(parts: list[LowRank], dtype: torch.dtype) -> LowRank | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.checks import check_tensor
 from moe_ops.numerics import scaling
 from moe_ops.numerics.elements import (
     decode,
@@ -58,9 +59,10 @@ def quantize_activation(
         scale.
 
     Raises:
-        ValueError: the scheme does not quantize activations, K does not fill the bytes of packed
-            elements, or static_scale is missing or has no use.
+        ValueError: x is no tensor, the scheme does not quantize activations, K does not fill the
+            bytes of packed elements, or static_scale is missing or has no use.
     """
+    check_tensor("x", x)
     desc = get_scheme(scheme).activation
     if desc is None:
         raise ValueError(f"scheme must be one that quantizes activations, got {scheme!r}")

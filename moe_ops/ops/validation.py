@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.activations import Activation
-from moe_ops.checks import check_rank, check_size, check_strided, static_size
+from moe_ops.checks import check_ids, check_rank, check_size, check_strided, static_size
 from moe_ops.meta.scales import (
     FLAT,
     TRANSPOSED,
@@ -109,7 +109,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
             "multiple of 128 and router weights on the output"
         )
     top_k = static_size(call.topk_ids.shape[1])
-    _check_dtype("topk_ids", call.topk_ids.dtype, _INTS)
+    check_ids("topk_ids", call.topk_ids, call.topk_weights)
     _check_float("topk_weights", call.topk_weights.dtype)
     _check_device("topk_ids", call.topk_ids.device, x.device)
     _check_device("topk_weights", call.topk_weights.device, x.device)
@@ -223,7 +223,10 @@ def _linear_problem(call: LinearCall) -> Problem:
     )
     E, N, K = _check_weight("weight", call.weight, x, "x")
     if width != K:
-        raise ValueError(f"weight must have shape (E, N, {width}) for x, got {(E, N, K)}")
+        raise ValueError(
+            f"weight must have shape (E, N, {width}) for x, got {(E, N, K)}"
+            f"{_transposed('weight', call.weight, width == N)}"
+        )
     if _shape(offsets) != (E,):
         without = "; leave the leading 0 out" if _shape(offsets) == (E + 1,) else ""
         raise ValueError(
@@ -349,21 +352,26 @@ def _check_weights(
 ) -> tuple[int, int, int, int]:
     """(E, N, K, I) of a pair of expert weights that fit together, the input and the activation."""
     E, N, K = _check_weight("w13", w13, x, "hidden_states")
+    shape = _check_weight("w2", w2, x, "hidden_states")
     if width != K:
+        swapped = (N, shape[2]) == (width, width) and shape[1] == (1 + activation.gated) * K
+        remedy = "; w13 and w2 are swapped" if swapped else _transposed("w13", w13, width == N)
         raise ValueError(
             f"w13 must have shape (E, N, {width}) for hidden_states (M, {width}), got "
-            f"{(E, N, K)}; "
-            "a weight stored as (E, K, N) is passed as weight.transpose(1, 2)"
+            f"{(E, N, K)}{remedy}"
         )
+    half = _other_gate((E, N, K), shape, activation)
     if activation.gated and N % 2:
-        raise ValueError(f"w13 must have an even number of rows for {activation.name}, got {N}")
+        raise ValueError(
+            f"w13 must have an even number of rows for {activation.name}, got {N}{half}"
+        )
     I = N // 2 if activation.gated else N  # noqa: E741
-    shape = _check_weight("w2", w2, x, "hidden_states")
     if shape != (E, K, I):
+        remedy = half or _transposed("w2", w2, shape == (E, I, K))
         raise ValueError(
             f"w2 must have shape (E, K, I) = {(E, K, I)} for w13 {(E, N, K)} and the "
             f"{'gated' if activation.gated else 'not gated'} activation {activation.name}, got "
-            f"{shape}"
+            f"{shape}{remedy}"
         )
     for what, one, other, remedy in (
         ("scheme", w13.scheme, w2.scheme, "quantize both with one scheme, or neither"),
@@ -375,6 +383,30 @@ def _check_weights(
     return E, N, K, I
 
 
+def _transposed(name: str, weight: Weight, is_transposed: bool) -> str:
+    """What to do about a weight that is stored as (E, columns, rows), behind a semicolon."""
+    if not is_transposed:
+        return ""
+    if weight.scheme:
+        return f"; it was quantized transposed: quantize {name}.dequantize().transpose(1, 2)"
+    return f"; it is transposed: pass {name}.transpose(1, 2)"
+
+
+def _other_gate(w13: tuple, w2: tuple, activation: Activation) -> str:
+    """What to do about w13 (E, N, K) with or without gate rows where w2 says that the activation
+    is of the other kind, behind a semicolon; "" where it does not.
+    """
+    E, N, K = w13
+    if activation.gated and w2 in ((E, K, N), (E, N, K)):
+        return (
+            "; w13 has one projection's rows: give gate and up, torch.cat((gate, up), 1), or an "
+            "activation without a gate, such as 'silu_no_mul'"
+        )
+    if not activation.gated and N % 2 == 0 and w2 in ((E, K, N // 2), (E, N // 2, K)):
+        return "; w13 has gate and up rows: give a gated activation, such as 'silu'"
+    return ""
+
+
 def _layouts(w13: Weight, w2: Weight) -> tuple[str, str]:
     """What must agree of two layouts: of w13's not the order of its rows, behind a colon."""
     return base_layout(w13.layout).partition(":")[0], base_layout(w2.layout)
@@ -383,8 +415,7 @@ def _layouts(w13: Weight, w2: Weight) -> tuple[str, str]:
 def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[int, int, int]:
     """The logical (E, N, K) of a weight."""
     data, stored = weight.data, _shape(weight.data)
-    if len(stored) != 3:
-        raise ValueError(f"{name} must have shape (E, N, K), got {stored}")
+    check_rank(name, data, "(E, N, K)")
     _check_device(name, data.device, x.device)
     if stored[0] == 0:
         raise ValueError(f"{name} must hold at least one expert, got shape {stored}")
@@ -404,8 +435,11 @@ def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[in
         return stored
     scheme = get_scheme(weight.scheme)
     if weight.layout == TRANSPOSED or weight.layout.startswith(FLAT):
-        view = "transposed" if weight.layout == TRANSPOSED else "flat"
-        raise ValueError(f"{name} must have its natural layout, got a {view} view of {stored}")
+        transposed = weight.layout == TRANSPOSED
+        raise ValueError(
+            f"{name} must have its natural layout, got a "
+            + (f"transposed view of {stored}; transpose it back" if transposed else "flat view")
+        )
     E, N, K = scheme.logical_shape(*stored)
     N, K = sizes_of_layout(weight.layout) or (N, K)
     _check_scales(name, weight, scheme, (E, N, K), x.device)

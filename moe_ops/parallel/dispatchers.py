@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from moe_ops.checks import check_rank, check_size
+from moe_ops.checks import check_ids, check_rank, check_size
 from moe_ops.parallel.collectives import AllGather, Ranks, ReduceScatter, Replicate, Sum
 from moe_ops.parallel.config import ParallelConfig
 
@@ -71,8 +71,7 @@ class _Dispatcher:
                 raise ValueError(
                     f"{name} must have as many rows as x, M={M}, got {tensor.shape[0]}"
                 )
-        if topk_ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
+        check_ids("topk_ids", topk_ids, topk_weights)
 
 
 @dataclass(frozen=True)

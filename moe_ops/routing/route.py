@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from moe_ops.checks import check_number, check_tensor
+from moe_ops.checks import check_ids, check_number, check_rank, check_tensor
 from moe_ops.kernels.launch import Lazy
 from moe_ops.ops.library import below_autograd, register_function
 from moe_ops.ops.memory import refuse_lost
@@ -96,10 +96,7 @@ def route(
     """
     check_tensor("router_logits", router_logits)
     if router_logits.dim() != 2:
-        raise ValueError(
-            f"router_logits must have shape (M, E), got {_shape(router_logits)}; "
-            "flatten the leading dimensions"
-        )
+        check_rank("router_logits", router_logits, "(M, E)")
     if not router_logits.is_floating_point():
         raise ValueError(f"router_logits must be floating point, got {router_logits.dtype}")
     choice = check_routing(
@@ -353,8 +350,7 @@ def _check_ids(
             "topk_ids must be None for a callable, which chooses and weights experts itself: let "
             "it return the recorded ids"
         )
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
+    check_ids("topk_ids", topk_ids)
     wrong = topk_ids.dim() != 2 or topk_ids.shape[1] != top_k
     if wrong or guard_or_false(topk_ids.shape[0] != router_logits.shape[0]):
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from moe_ops.checks import autocasting, check_tensor
+from moe_ops.checks import autocasting, check_rank, check_tensor
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
 from moe_ops.meta.router import router_workspace
@@ -173,15 +173,16 @@ def _check_linear(
 ) -> None:
     check_tensor("hidden_states", hidden_states)
     check_tensor("router_weight", router_weight)
-    if hidden_states.dim() != 2 or not hidden_states.is_floating_point():
-        raise ValueError(
-            f"hidden_states must be floating point of shape (M, K), got {hidden_states.dtype} of "
-            f"shape {tuple(hidden_states.shape)}; flatten the leading dimensions"
-        )
+    if hidden_states.dim() != 2:
+        check_rank("hidden_states", hidden_states, "(M, K)")
+    if not hidden_states.is_floating_point():
+        raise ValueError(f"hidden_states must be floating point, got {hidden_states.dtype}")
     K = hidden_states.shape[1]
     if router_weight.dim() != 2 or router_weight.shape[1] != K:
         shape = tuple(router_weight.shape)
-        raise ValueError(f"router_weight must have shape (E, K={K}), got {shape}")
+        turned = len(shape) == 2 and shape[0] == K
+        remedy = "; it is transposed: pass router_weight.T" if turned else ""
+        raise ValueError(f"router_weight must have shape (E, K={K}), got {shape}{remedy}")
     tensors = {"router_weight": router_weight}
     if router_bias is not None:
         check_tensor("router_bias", router_bias)

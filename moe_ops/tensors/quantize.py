@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ops import activations
 from moe_ops.activations import Activation, rows_before
@@ -59,6 +59,12 @@ def quantize(
     """
     scheme = get_scheme(scheme)
     cls = _class_of(scheme)
+    if isinstance(weight, nn.Module):
+        raise ValueError(
+            f"weight must be a torch.Tensor (E, N, K), got {type(weight).__name__}; a MoELayer "
+            "has layer.quantize(scheme), a transformers model "
+            "moe_ops.integrations.transformers.quantize(model, scheme)"
+        )
     check_tensor("weight", weight)
     check_quantizable("weight", weight, scheme)
     activation_scale = checked_activation_scale(

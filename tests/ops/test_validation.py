@@ -104,26 +104,51 @@ NO_BACKWARD = "has no backward: wrap the call in torch.no_grad() or use backend=
 FUSED = {
     "hidden_states 1-D": (
         {"hidden_states": lambda t: t[0]},
-        RANK.format("hidden_states", "(M, K)", 1),
+        RANK.format("hidden_states", "(M, K)", 1) + "; one row becomes hidden_states.unsqueeze(0)",
     ),
     "hidden_states 3-D": (
         {"hidden_states": lambda t: t[None]},
-        RANK.format("hidden_states", "(M, K)", 3),
+        RANK.format("hidden_states", "(M, K)", 3)
+        + "; flatten its leading dimensions: hidden_states.flatten(0, 1)",
     ),
     "topk_ids 1-D": (
         {"topk_ids": lambda t: t[:, 0]},
-        RANK.format("topk_ids", "(M, top_k)", 1),
+        RANK.format("topk_ids", "(M, top_k)", 1) + "; where top_k is 1 pass topk_ids.unsqueeze(1)",
     ),
     "topk_weights 3-D": (
         {"topk_weights": lambda t: t[..., None]},
-        RANK.format("topk_weights", "(M, top_k)", 3),
+        RANK.format("topk_weights", "(M, top_k)", 3)
+        + "; flatten its leading dimensions: topk_weights.flatten(0, 1)",
     ),
-    "w13 2-D": ({"w13": lambda t: t[0]}, "w13 must have shape (E, N, K), got (48, 48)"),
-    "w2 4-D": ({"w2": lambda t: t[None]}, "w2 must have shape (E, N, K), got (1, 4, 48, 24)"),
+    "w13 2-D": (
+        {"w13": lambda t: t[0]},
+        RANK.format("w13", "(E, N, K)", 2) + "; that of one expert becomes w13.unsqueeze(0)",
+    ),
+    "w2 4-D": ({"w2": lambda t: t[None]}, RANK.format("w2", "(E, N, K)", 4)),
     "K": (
         {"hidden_states": lambda t: t[:, :40]},
-        "w13 must have shape (E, N, 40) for hidden_states (M, 40), got (4, 48, 48); "
-        "a weight stored as (E, K, N) is passed as weight.transpose(1, 2)",
+        "w13 must have shape (E, N, 40) for hidden_states (M, 40), got (4, 48, 48)",
+    ),
+    "w13 transposed": (
+        {"w13": lambda t: t[:, :40].mT, "w2": lambda t: t[..., :20]},
+        "w13 must have shape (E, N, 48) for hidden_states (M, 48), got (4, 48, 40); it is "
+        "transposed: pass w13.transpose(1, 2)",
+    ),
+    "w13 and w2 swapped": (
+        {"w13": lambda t: t[..., :24], "w2": lambda t: t.repeat(1, 1, 2)},
+        "w13 must have shape (E, N, 48) for hidden_states (M, 48), got (4, 48, 24); w13 and w2 "
+        "are swapped",
+    ),
+    "w13 without gate": (
+        {"w13": lambda t: t[:, :24]},
+        "w2 must have shape (E, K, I) = (4, 48, 12) for w13 (4, 24, 48) and the gated activation "
+        "silu, got (4, 48, 24); w13 has one projection's rows: give gate and up, "
+        "torch.cat((gate, up), 1), or an activation without a gate, such as 'silu_no_mul'",
+    ),
+    "w13 with a gate that nothing reads": (
+        {"w13": lambda t: t.repeat(1, 2, 1), "activation": "relu2_no_mul"},
+        "activation relu2_no_mul, got (4, 48, 24); w13 has gate and up rows: give a gated "
+        "activation, such as 'silu'",
     ),
     "no experts": (
         {"w13": lambda t: t[:0]},
@@ -135,7 +160,16 @@ FUSED = {
     ),
     "w2 transposed": (
         {"w2": lambda t: t.mT},
-        W2.format((4, 48, 48), "gated", "silu", (4, 24, 48)),
+        W2.format((4, 48, 48), "gated", "silu", (4, 24, 48))
+        + "; it is transposed: pass w2.transpose(1, 2)",
+    ),
+    "w2 quantized transposed": (
+        {
+            "scheme": "fp8_channel",
+            "w2": lambda w: moe_ops.quantize(w.dequantize().mT, "fp8_channel"),
+        },
+        W2.format((4, 48, 48), "gated", "silu", (4, 24, 48))
+        + "; it was quantized transposed: quantize w2.dequantize().transpose(1, 2)",
     ),
     "w2 narrow": (
         {"w2": lambda t: t[..., :12], "activation": "relu2_no_mul"},
@@ -191,7 +225,17 @@ FUSED = {
     "w13_bias integer": ({"w13_bias": integer}, FLOAT.format("w13_bias")),
     "topk_ids float": (
         {"topk_ids": lambda t: t.float()},
-        INT.format("topk_ids", "torch.float32"),
+        "topk_ids must be int32 or int64, got torch.float32; pass the second tensor that "
+        "moe_ops.route returns, the first are weights",
+    ),
+    "topk_ids int8": (
+        {"topk_ids": lambda t: t.to(torch.int8)},
+        INT.format("topk_ids", "torch.int8"),
+    ),
+    "topk_weights and topk_ids swapped": (
+        {"topk_ids": lambda t: t.float(), "topk_weights": lambda t: t.nan_to_num().long()},
+        "topk_ids must be int32 or int64, got torch.float32; topk_weights and topk_ids are "
+        "swapped",
     ),
     "expert_map int8": (
         {"expert_map": zeros(4, dtype=torch.int8)},
@@ -298,7 +342,12 @@ FUSED = {
 OTHERS = {
     "x 3-D": ({"x": lambda t: t[None]}, RANK.format("x", "(S, K)", 3)),
     "x integer": ({"x": integer}, FLOAT.format("x")),
-    "weight 2-D": ({"weight": lambda t: t[0]}, "weight must have shape (E, N, K), got (48, 48)"),
+    "weight 2-D": ({"weight": lambda t: t[0]}, RANK.format("weight", "(E, N, K)", 2)),
+    "weight transposed": (
+        {"weight": lambda t: t[:, :40].mT},
+        "weight must have shape (E, N, 48) for x, got (4, 48, 40); it is transposed: pass "
+        "weight.transpose(1, 2)",
+    ),
     "weight K": (
         {"x": lambda t: t[:, :8]},
         "weight must have shape (E, N, 8) for x, got (4, 48, 48)",
@@ -443,6 +492,35 @@ def test_every_argument_that_is_no_tensor_is_named(function):
                 function(**{**good, name: None})
 
 
+def test_how_a_tensor_is_made_of_something_else():
+    one, linear = torch.ones(3, 2), torch.nn.Linear(2, 3)
+    layer = moe_ops.MoELayer(4, 2, num_experts=3, top_k=1)
+    for bad, remedy in (
+        ([one, one], "pass torch.stack(tuple(w13))"),
+        (torch.nn.ParameterList([one, one]), "pass torch.stack(tuple(w13))"),
+        ((one, one.long()), "pass one of them"),
+        ([one, one[:1]], "pass one of them"),
+        ([linear, linear], "pass torch.stack([one.weight for one in w13])"),
+        (torch.nn.ModuleList([linear]), "pass torch.stack([one.weight for one in w13])"),
+        (linear, "pass a parameter of it, such as w13.weight"),
+        (layer, "pass a parameter of it, such as w13.experts.gate_up_proj"),
+        (one.numpy(), "pass torch.as_tensor(w13)"),
+        (one.tolist(), "pass torch.as_tensor(w13)"),
+        (None, "it cannot be left out"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            moe_ops.fused_experts(one, bad, one, one, one)
+        kind = type(bad).__name__
+        assert str(caught.value) == f"w13 must be a torch.Tensor, got {kind}; {remedy}"
+        if "stack" in remedy:
+            made = eval(remedy.removeprefix("pass "), {"torch": torch, "w13": bad})
+            assert made.shape == (len(bad), 3, 2)
+    with pytest.raises(ValueError, match=r"layer.quantize\(scheme\), .*transformers.quantize\("):
+        moe_ops.quantize(layer, "fp8_block")
+    with pytest.raises(ValueError, match="x must be a torch.Tensor, got list"):
+        moe_ops.quantize_activation([1.0], "fp8_block")
+
+
 def test_what_is_no_tensor():
     good = torch.ones(2)
     for accepted in (good, torch.nn.Parameter(good)):
@@ -455,6 +533,8 @@ def test_what_is_no_tensor():
     for bad in (ids.tolist(), None):
         with pytest.raises(ValueError, match="topk_ids must be a torch.Tensor, got"):
             moe_ops.explain(hidden_states, w13, w2, bad, **named)
+    with pytest.raises(ValueError, match="the second tensor that moe_ops.route returns"):
+        moe_ops.explain(hidden_states, w13, w2, ids.float(), **named)
     with pytest.raises(ValueError, match="hidden_states must be a torch.Tensor, got str"):
         moe_ops.explain("x", w13, w2, ids, **named)
 

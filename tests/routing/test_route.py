@@ -405,7 +405,10 @@ SIGMOID_BIASED = {"method": "deepseek_v3", "correction_bias": BIAS8}
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"router_logits": torch.zeros(3)}, r"router_logits must have shape \(M, E\), got \(3,\)"),
+        (
+            {"router_logits": torch.zeros(3)},
+            r"router_logits must have shape \(M, E\), got a 1-D tensor; .*unsqueeze\(0\)",
+        ),
         ({"router_logits": torch.zeros(1, 8, dtype=torch.int64)}, "must be floating point"),
         ({"router_logits": [[0.0] * 8]}, "router_logits must be a torch.Tensor, got list"),
         ({"router_logits": None}, "router_logits must be a torch.Tensor, got NoneType"),
