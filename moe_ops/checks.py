@@ -66,6 +66,15 @@ def check_strided(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_local(name: str, tensor: Tensor) -> None:
+    """Raise for a DTensor."""
+    if hasattr(tensor, "device_mesh"):
+        raise ValueError(
+            f"{name} must be a plain tensor, got a DTensor; pass its to_local(), and the result "
+            "to DTensor.from_local"
+        )
+
+
 def check_tensor(name: str, value: object) -> None:
     """Raise unless `value` is a tensor."""
     if not isinstance(value, Tensor):

@@ -28,6 +28,7 @@ from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, refuse_lost, 
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _EXPERTS = "hidden_states w13 w2 topk_weights topk_ids w13_bias w2_bias expert_map"
 
 
@@ -64,12 +65,15 @@ def fused_experts(
         hidden_states: (M, K) of floats; M may be 0, and symbolic while compiling.
         w13: (E, N, K) of hidden_states' dtype with N = 2I, gate rows first, then up (N = I for
             activations that are not gated); or an ExpertTensor from `quantize` or `prepare`.
+            A DTensor, plain or quantized, is gathered; tokens are this process's own, so its
+            gradient is that of the sum of the losses of all processes of its mesh. Where they
+            have the same tokens and one loss, pass full_tensor(), whose gradient is that of one.
         w2: (E, K, I), like w13.
         topk_weights: (M, top_k), any float dtype, any strides.
         topk_ids: (M, top_k) int32 or int64, any strides. Ids that are negative or name no local
             expert contribute exactly zero.
         activation: a name or an `Activation`.
-        w13_bias: (E, N), added before the activation.
+        w13_bias: (E, N), added before the activation; a DTensor as of weights.
         w2_bias: (E, K), added before the router weight.
         expert_map: (global E,) int32 or int64, global id -> local id, -1 for experts held
             elsewhere.
@@ -138,6 +142,7 @@ def fused_experts(
             hidden_states_scale is None, hidden_states, w13, w2, w13_bias, w2_bias
         )
     a, b = take_apart(w13, _gather), take_apart(w2, _gather)
+    w13_bias, w2_bias = _whole(w13_bias), _whole(w2_bias)
     if forward_ad._current_level >= 0:
         _refuse_tangents(hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(
@@ -241,6 +246,7 @@ def batched_experts(
             hidden_states_scale is None, hidden_states, w13, w2, w13_bias, w2_bias
         )
     a, b = take_apart(w13, _gather), take_apart(w2, _gather)
+    w13_bias, w2_bias = _whole(w13_bias), _whole(w2_bias)
     if forward_ad._current_level >= 0:
         _refuse_tangents(hidden_states, a.data, b.data, w13_bias, w2_bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(
@@ -301,7 +307,7 @@ def grouped_linear(
         x_scale = _scale_of_input("x", x_scale, x_global_scale)
     if checks.autocasting(x.device):
         x, weight, bias = _autocast(x_scale is None, x, weight, bias)
-    a = take_apart(weight, _gather)
+    a, bias = take_apart(weight, _gather), _whole(bias)
     if forward_ad._current_level >= 0:
         _refuse_tangents(x, a.data, bias)
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
@@ -366,8 +372,8 @@ def explain(
         take_apart(w2, _gather),
         topk_ids.to(torch.float32),
         topk_ids,
-        w13_bias,
-        w2_bias,
+        _whole(w13_bias),
+        _whole(w2_bias),
         expert_map,
         activations.resolve(activation),
         router_weight_on_input,
@@ -418,6 +424,13 @@ def _gather(weight: Any) -> Tensor:
     from moe_ops.tensors.sharding import gathered
 
     return gathered(weight)
+
+
+def _whole(bias: Any) -> Tensor | None:
+    """A bias, of all experts if it is a DTensor."""
+    if bias is None or type(bias) in _PLAIN or not hasattr(bias, "device_mesh"):
+        return bias
+    return _gather(bias)
 
 
 def _check_rows(name: str, tensor: Tensor, M: int) -> None:

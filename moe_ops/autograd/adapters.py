@@ -113,6 +113,11 @@ def _named(adapters: Any) -> Iterator[tuple[str, LoRA]]:
 
 def _check(name: str, t: Any, shape: tuple, device: torch.device) -> int:
     """Raise unless a matrix has this shape, with any size where that is None; returns the rank."""
+    if isinstance(t, Tensor) and hasattr(t, "device_mesh"):
+        raise ValueError(
+            f"{name} must be a plain tensor, got a DTensor; let fully_shard wrap the module whose "
+            "forward calls the experts, or pass full_tensor(grad_placements=[Partial()])"
+        )
     letters = {"a13": "(E, r, K)", "b13": "(E, N, r)", "a2": "(E, r, I)", "b2": "(E, K, r)"}
     expected = letters[name.rpartition(".")[2]]
     if t is None:

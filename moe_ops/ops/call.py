@@ -87,7 +87,7 @@ def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> We
     if type(weight) is Tensor or type(weight) is torch.nn.Parameter:
         return Weight(weight)
     if getattr(weight, "scheme", None) is None:
-        if gather is not None and hasattr(weight, "full_tensor"):
+        if gather is not None and hasattr(weight, "device_mesh"):
             return take_apart(gather(weight))
         return Weight(weight)
     if torch.compiler.is_compiling():

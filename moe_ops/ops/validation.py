@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from moe_ops.activations import Activation
-from moe_ops.checks import check_ids, check_rank, check_size, check_strided, static_size
+from moe_ops.checks import (
+    check_ids,
+    check_local,
+    check_rank,
+    check_size,
+    check_strided,
+    static_size,
+)
 from moe_ops.meta.scales import (
     FLAT,
     TRANSPOSED,
@@ -68,12 +75,15 @@ def _refuse_shared_scales(call: Call) -> None:
 
 
 def _check_layouts(call: Call) -> None:
-    """Raise for sparse, nested and other tensors whose elements do not lie one a stride."""
+    """Raise for sparse, nested and other tensors whose elements do not lie one a stride, or not
+    all in this process.
+    """
     for name, value in call._asdict().items():
         tensor = value.data if isinstance(value, Weight) else value
         if isinstance(tensor, Tensor):
             linear = isinstance(call, LinearCall) and name == "hidden_states"
             check_strided("x" if linear else name, tensor)
+            check_local("x" if linear else name, tensor)
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

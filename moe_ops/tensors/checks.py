@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moe_ops.checks import check_strided, check_tensor
+from moe_ops.checks import check_local, check_strided, check_tensor
 from moe_ops.ops.memory import refuse_lost
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors.base import ExpertTensor
@@ -203,11 +203,7 @@ def _check_plain(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a plain tensor, got {value}")
     if isinstance(value, Tensor):
         refuse_lost(name, value)
-    if hasattr(value, "full_tensor"):
-        raise ValueError(
-            f"{name} must be a plain tensor, got a DTensor; pass its to_local(), and the result "
-            "to DTensor.from_local"
-        )
+    check_local(name, value)
 
 
 def _check_matrices(name: str, t: Tensor) -> None:

@@ -68,12 +68,17 @@ def fsdp_post_all_gather(
 
 
 def gathered(weight: Any) -> Tensor:
-    """The whole of a DTensor, plain or quantized, on every process."""
-    from torch.distributed.tensor import DTensor
+    """The whole of a DTensor, plain or quantized, on every process.
+
+    Each process multiplies it with tokens of its own. So the gradient of a plain one is the sum
+    of those of all processes of its mesh, which the backward pass sends to where the parts are.
+    """
+    from torch.distributed.tensor import DTensor, Partial
 
     local = weight.to_local()
     if not isinstance(local, ExpertTensor):
-        return weight.full_tensor()
+        # by default torch takes the gradient of any one process for that of all
+        return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
     _check_sharded_by_experts(weight)
     mesh, placements = weight.device_mesh, weight.placements
     parts = {}

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import moe_ops
+from tests.support import oracle
 
 SCHEMES = (
     "",
@@ -84,6 +85,65 @@ def run(rank, file, world):
         fully_shard(odd, mesh=mesh)
         with pytest.raises(ValueError, match="experts that the 2 processes of FSDP divide, got 3"):
             odd(x)
+    dist.destroy_process_group()
+
+
+def run_gradients(rank, file, world):
+    """Tokens differ from rank to rank; each computes the loss of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    E, K, I = 5, 16, 8  # noqa: E741
+    sizes = (E, 2 * I, K), (E, K, I), (E, 2 * I), (E, K)
+    values = [torch.randn(size) * size[-1] ** -0.5 for size in sizes]
+    of_ranks = [
+        (torch.randn(5, K), torch.rand(5, 2), torch.stack([torch.randperm(E)[:2]] * 5))
+        for _ in range(world)
+    ]
+    leaves = [t.double().requires_grad_() for t in values]
+
+    def loss_of(tokens, parameters, function):
+        w13, w2, b13, b2 = parameters
+        return function(tokens[0], w13, w2, *tokens[1:], w13_bias=b13, w2_bias=b2).square().sum()
+
+    losses = [loss_of(tokens, leaves, oracle.experts) for tokens in of_ranks]
+    wanted = torch.autograd.grad(torch.stack(losses).sum(), leaves)
+    line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (1, world))
+    whole = Replicate()
+    cases = [(line, [placement]) for placement in (whole, Shard(0), Shard(1), Shard(2))]
+    cases += [(square, placements) for placements in ([whole, whole], [Shard(1), Shard(0)])]
+    for mesh, placements in cases:
+        parameters = []
+        for t in values:
+            there = [p if p == whole or p.dim < t.dim() else whole for p in placements]
+            parameters.append(nn.Parameter(distribute_tensor(t, mesh, there)))
+        loss_of(of_ranks[rank], parameters, moe_ops.fused_experts).backward()
+        for parameter, want in zip(parameters, wanted, strict=True):
+            assert parameter.grad.placements == parameter.placements
+            got = parameter.grad.full_tensor()
+            assert oracle.relative_error(got, want) < 1e-5, placements
+
+    offsets = torch.tensor([0, 2, 2, 4, 5], dtype=torch.int32)
+    want = torch.zeros(values[0].shape, dtype=torch.float64)
+    for x, *_ in of_ranks:
+        leaf = values[0].double().requires_grad_()
+        oracle.grouped_linear(x, leaf, offsets).square().sum().backward()
+        want += leaf.grad
+    weight = nn.Parameter(distribute_tensor(values[0], line, [Shard(0)]))
+    moe_ops.grouped_linear(of_ranks[rank][0], weight, offsets).square().sum().backward()
+    assert oracle.relative_error(weight.grad.full_tensor(), want) < 1e-5
+
+    layer, plain = [moe_ops.MoELayer(128, 128, num_experts=4, top_k=2) for _ in range(2)]
+    plain.load_state_dict(layer.state_dict())
+    fully_shard(layer, mesh=line)  # which takes the mean of ranks, as DistributedDataParallel
+    layer(torch.full((2, 128), rank + 1.0)).square().sum().backward()
+    for other in range(world):
+        plain(torch.full((2, 128), other + 1.0)).square().sum().backward()
+    got = layer.experts.down_proj.grad.full_tensor()
+    assert oracle.relative_error(got, plain.experts.down_proj.grad / world) < 1e-5
     dist.destroy_process_group()
 
 
@@ -181,6 +241,62 @@ def compiled_kernels(monkeypatch):
 @pytest.mark.parametrize("world", [2, 1])
 def test_processes(world, tmp_path):
     torch.multiprocessing.spawn(run, (str(tmp_path / "rendezvous"), world), nprocs=world)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_kernels")
+def test_gradients_of_tokens_that_differ(tmp_path):
+    """Those of the sum of all ranks' losses, in fp64; under FSDP2 of its mean."""
+    torch.multiprocessing.spawn(run_gradients, (str(tmp_path / "rendezvous"), 2), nprocs=2)
+
+
+@pytest.fixture
+def fake_mesh():
+    """Of two processes, of which the other does not exist."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_what_may_be_no_dtensor(fake_mesh):
+    from torch.distributed.tensor import DTensor
+
+    x, w13, w2 = torch.randn(3, 8), torch.randn(2, 8, 8), torch.randn(2, 8, 4)
+    router, ids = torch.rand(3, 1), torch.zeros(3, 1, dtype=torch.int64)
+    tokens = {"hidden_states": x, "topk_weights": router, "topk_ids": ids}
+    given = {**tokens, "w13": w13.requires_grad_(), "w2": w2}
+    given["expert_map"] = torch.arange(2)
+    for name in (*tokens, "expert_map"):
+        changed = given | {name: DTensor.from_local(given[name], fake_mesh)}
+        for grad in (True, False):
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(ValueError, match=f"{name} must be a plain .* to_local"),
+            ):
+                moe_ops.fused_experts(**changed)
+    matrices = torch.randn(2, 1, 8), torch.randn(2, 8, 1)
+    adapter = moe_ops.LoRA(*[DTensor.from_local(t, fake_mesh) for t in matrices], None, None)
+    with pytest.raises(ValueError, match="adapters.a13 must be a plain tensor, got a DTensor"):
+        moe_ops.fused_experts(**given, adapters=adapter)
+
+
+@pytest.mark.slow
+def test_dtensors_compile_whole(fake_mesh):
+    from torch.distributed.tensor import DTensor
+
+    torch._dynamo.reset()
+    x, w13, w2 = torch.randn(3, 8), torch.randn(2, 8, 8), torch.randn(2, 8, 4)
+    router, ids = torch.rand(3, 1), torch.tensor([[0], [1], [0]])
+    want = moe_ops.fused_experts(x, w13, w2, router, ids)
+    weights = [nn.Parameter(DTensor.from_local(t, fake_mesh)) for t in (w13, w2)]
+    compiled = torch.compile(moe_ops.fused_experts, fullgraph=True, backend="aot_eager")
+    got = compiled(x, *weights, router, ids)
+    torch.testing.assert_close(got, want)
+    got.sum().backward()
+    assert weights[0].grad.placements == weights[0].placements
 
 
 @pytest.mark.sweep
