@@ -866,7 +866,7 @@ def faults(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     waiting = spread_layer(config, rank, size, "linear", name="model.layers.4.mlp", group=group)
     own = layer_config(torch.float32, SymmetricMemory)
     pushing = spread_layer(own, rank, size, "linear", name="model.layers.5.mlp")
-    pushing.dispatcher = replace(pushing.dispatcher, timeout=1)
+    pushing.dispatcher = replace(pushing.dispatcher, timeout=4)
     pushing(x)
     if rank == last:
         time.sleep(3)
@@ -875,8 +875,8 @@ def faults(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
         ("without the last rank", lambda: waiting(x), "model.layers.4.mlp", 10.0),
         ("when the last rank ends", lambda: layer(x), "model.layers.3.mlp", 10.0),
         ("in its backward pass after that", out.sum().backward, "model.layers.3.mlp", 10.0),
-        ("that pushes, when the last rank ends", lambda: pushing(x), "model.layers.5.mlp", 3.0),
-        ("that pushes, after that", lambda: pushing(x), "model.layers.5.mlp", 0.9),  # at once
+        ("that pushes, when the last rank ends", lambda: pushing(x), "model.layers.5.mlp", 14.0),
+        ("that pushes, after that", lambda: pushing(x), "model.layers.5.mlp", 3.5),  # at once
     ):
         start = time.monotonic()
         said = refused(call)
