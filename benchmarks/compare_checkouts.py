@@ -1,15 +1,19 @@
-"""Two checkouts of this library timed in one run, cell by cell in turn on the same GPU.
+"""Two checkouts of this library, or one with two Tritons, timed in one run, cell by cell in turn
+on the same GPU.
 
     python benchmarks/compare_checkouts.py BEFORE AFTER [--shapes qwen3 mixtral]
-                                           [--schemes bf16 fp8_block] [--tokens 1 8 64]
+                                           [--schemes bf16 fp8_block router] [--tokens 1 8 64]
                                            [--rounds 7] [--out FILE]
+    python benchmarks/compare_checkouts.py .  .@TRITON  # with another Triton, from its folder
     python benchmarks/compare_checkouts.py --report FILE ...
 
 Each checkout runs in a process of its own, with its own benchmarks/: both build a cell of
 benchmarks/experts.py (implementation "moe_ops"), capture it in a CUDA graph and then replay it in
-turn, so that clocks and neighbours harm both alike. With several GPUs, shapes are shared out among
-them. Printed for each cell: both medians and their ratio; at the end the cells whose ratio is over
---limit. FILE gets a row a cell; cells that it holds are skipped.
+turn, so that clocks and neighbours harm both alike. Two cells are no layers: `router` is
+`route_tokens` on hidden states, `training` a step of benchmarks/training.py, called and not
+replayed. With several GPUs, shapes are shared out among them. Printed for each cell: both medians
+and their ratio, and how far the results differ; at the end the cells whose ratio is over --limit.
+FILE gets a row a cell; cells that it holds are skipped.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FULL_TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
 DECODE_TOKENS = (1, 8, 32, 64, 256)
@@ -45,6 +50,21 @@ TABLE = {  # shape -> schemes with all numbers of tokens, schemes with those of 
     "scout": (("bf16",), ()),
     "e64": (("bf16", "fp8_block"), ()),
 }
+PARTS = ("router", "training")  # asked for by name
+PART_TOKENS = {"router": DECODE_TOKENS, "training": (4096,)}
+
+
+class Side(NamedTuple):
+    """A checkout's folder, and that of the Triton it runs with; "" for the installed one."""
+
+    folder: str
+    triton: str
+
+    @classmethod
+    def of(cls, text: str) -> Side:
+        """FOLDER or FOLDER@TRITON."""
+        folder, _, other = text.partition("@")
+        return cls(str(Path(folder).resolve()), str(Path(other).resolve()) if other else "")
 
 
 def cells_of(arguments: argparse.Namespace) -> dict[str, list[tuple[str, str, int]]]:
@@ -59,6 +79,10 @@ def cells_of(arguments: argparse.Namespace) -> dict[str, list[tuple[str, str, in
                     continue
                 wanted = arguments.tokens or tokens
                 found.setdefault(shape, []).extend((shape, scheme, M) for M in wanted)
+        for part in PARTS:
+            if part in (arguments.schemes or ()):
+                some = [M for M in PART_TOKENS[part] if M in (arguments.tokens or [M])]
+                found.setdefault(shape, []).extend((shape, part, M) for M in some)
     return found
 
 
@@ -73,16 +97,16 @@ def worker(folder: str) -> None:
 
     import torch
     from cases import SHAPES, Case, make_cell, make_plain_weights, make_sets, make_weights
-    from harness import capture
+    from harness import capture, relative_error
     from peers import IMPLEMENTATIONS
 
     torch.set_grad_enabled(False)
     device = torch.device("cuda")
     kept: dict[str, Any] = {}
 
-    def prepare(shape: str, scheme: str, tokens: int) -> dict[str, Any]:
+    def layer(shape: str, scheme: str, tokens: int) -> tuple[Callable[[int], Any], int]:
+        """A layer's call with the number of a routing set, and how many sets there are."""
         name = "" if scheme == "bf16" else scheme
-        kept.pop("graph", None)
         if kept.get("shape") != shape:
             kept.clear()
             torch.cuda.empty_cache()
@@ -96,41 +120,79 @@ def worker(folder: str) -> None:
             kept["scheme"] = scheme
         case = Case(shape, name, tokens, "uniform")
         sets = make_sets(case, 60 << 20)
-        layer = kept["builder"](make_cell(case, kept["weights"], sets))
-        for _ in range(2):
-            layer.call(len(sets) - 1)
-        graph, outputs = capture(layer.call, len(sets))
-        graph.replay()
+        return kept["builder"](make_cell(case, kept["weights"], sets)).call, len(sets)
+
+    def prepare(shape: str, scheme: str, tokens: int, file: str) -> dict[str, Any]:
+        """Build a cell; its last result goes to a file."""
+        for name in ("run", "last", "outputs"):
+            kept.pop(name, None)
+        if scheme == "training":
+            run = _training_step(shape, tokens)
+            for _ in range(3):
+                last, sets = run(), 1
+        else:
+            make = _router if scheme == "router" else layer
+            call, sets = make(shape, scheme, tokens)
+            for _ in range(2):
+                call(sets - 1)
+            graph, outputs = capture(call, sets)
+            run, last = graph.replay, outputs[-1]
+            run()
+            kept["outputs"] = outputs
         torch.cuda.synchronize()
-        kept.update(graph=graph, outputs=outputs)
-        last = outputs[-1]
-        return {"sets": len(sets), "norm": float(last.double().norm()), "sum": _digest(last)}
+        kept.update(run=run, last=last, waits=scheme == "training")
+        torch.save(last, file)
+        return {"sets": sets, "sum": _digest(last)}
+
+    def differs(file: str) -> dict[str, Any]:
+        """How far this side's last result is from the one in a file."""
+        return {"difference": relative_error(kept["last"], torch.load(file))}
 
     def replay(count: int) -> dict[str, Any]:
         times = []
-        graph = kept["graph"]
-        graph.replay()
+        run = kept["run"]
+        run()
         for _ in range(count):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if kept["waits"]:
+                torch.cuda._sleep(10_000_000)  # 5 ms, in which the host launches the whole step
             start.record()
-            graph.replay()
+            run()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1e3)
         return {"us": times}
 
     def compile_all(cells: list) -> dict[str, Any]:
-        from compile_kernels import Call, compile_here
+        from compile_kernels import TRITON_E2M1, Call, compile_here
 
         calls = []
         for shape, scheme, tokens in cells:
-            layer = SHAPES[shape]
-            sizes = (layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size)
-            calls.append(Call(sizes, tokens, "" if scheme == "bf16" else scheme))
+            if scheme in PARTS:
+                continue
+            one = SHAPES[shape]
+            sizes = (one.num_experts, one.top_k, one.hidden_size, one.intermediate_size)
+            layout = TRITON_E2M1 if scheme in ("mxfp4_w4a16", "nvfp4_w4a16") else ""
+            name = "" if scheme == "bf16" else scheme
+            calls.append(Call(sizes, tokens, name, layout=layout))
         compile_here(calls)
         return {}
 
-    requests = {"prepare": prepare, "replay": replay, "compile": compile_all}
+    def facts() -> dict[str, Any]:
+        import triton
+        from records import describe_run
+
+        found = describe_run([], dry=True)
+        versions = found["versions"] | {"triton": triton.__version__}
+        return {"machine": found["machine"], "versions": versions, "of": found["moe_ops_sources"]}
+
+    requests = {
+        "prepare": prepare,
+        "differs": differs,
+        "replay": replay,
+        "compile": compile_all,
+        "facts": facts,
+    }
     for line in sys.stdin:
         name, values = json.loads(line)
         try:
@@ -138,6 +200,43 @@ def worker(folder: str) -> None:
         except Exception as error:  # the other checkout and the other cells go on
             answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def _router(shape: str, _: str, tokens: int) -> tuple[Callable[[int], Any], int]:
+    """A router's call with the number of a set of hidden states, and how many sets there are."""
+    import torch
+    from cases import SHAPES
+
+    import moe_ops
+
+    one, count = SHAPES[shape], 32
+    rng = torch.Generator("cuda").manual_seed(tokens)
+    size = (count, tokens, one.hidden_size)
+    x = torch.randn(size, generator=rng, device="cuda").to(torch.bfloat16)
+    weight = (
+        torch.randn((one.num_experts, one.hidden_size), generator=rng, device="cuda")
+        / one.hidden_size**0.5
+    )
+    weight = weight.to(torch.bfloat16)
+    return lambda which: moe_ops.route_tokens(x[which], weight, one.top_k)[1], count
+
+
+def _training_step(shape: str, tokens: int) -> Callable[[], Any]:
+    """Forward and backward pass of a layer whose experts train; returns the gradient of w2."""
+    import torch
+    from training_cases import Case, gradients, make_inputs
+    from training_peers import IMPLEMENTATIONS
+
+    case = Case(shape, "full", tokens)
+    with torch.enable_grad():
+        inputs = make_inputs(case, torch.device("cuda"))
+        step = IMPLEMENTATIONS["moe_ops"](case, inputs)
+
+    def run() -> Any:
+        with torch.enable_grad():
+            return gradients(step, inputs)["w2"]
+
+    return run
 
 
 def _digest(tensor: Any) -> str:
@@ -150,11 +249,15 @@ def _digest(tensor: Any) -> str:
 
 
 class Worker:
-    """A process that holds one checkout's cells."""
+    """A process that holds one side's cells."""
 
-    def __init__(self, folder: str, gpu: int):
+    def __init__(self, side: Side, gpu: int):
+        folder = side.folder
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
         path = [folder, f"{folder}/benchmarks"]
+        if side.triton:
+            path.insert(0, side.triton)
+            environment["TRITON_CACHE_DIR"] = f"{side.triton}.cache"
         path += [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
         environment["PYTHONPATH"] = os.pathsep.join(path)
         self.process = subprocess.Popen(
@@ -188,12 +291,14 @@ class Worker:
 def measure(pair: list[Worker], cell: tuple[str, str, int], rounds: int) -> dict[str, Any]:
     """One row: both checkouts' median microseconds a layer."""
     row: dict[str, Any] = dict(zip(("shape", "scheme", "num_tokens"), cell, strict=True))
-    for one in pair:
-        one.send("prepare", *cell)
-    facts = [one.answer() for one in pair]
-    for fact in facts:
-        if "error" in fact:
-            return {**row, "error": fact["error"]}
+    with tempfile.TemporaryDirectory() as folder:
+        for i, one in enumerate(pair):
+            one.send("prepare", *cell, f"{folder}/{i}")
+        facts = [one.answer() for one in pair]
+        for fact in facts:
+            if "error" in fact:
+                return {**row, "error": fact["error"]}
+        difference = pair[1].ask("differs", f"{folder}/0")["difference"]
     times: list[list[float]] = [[], []]
     for turn in range(rounds):
         for i in (0, 1) if turn % 2 == 0 else (1, 0):
@@ -204,6 +309,7 @@ def measure(pair: list[Worker], cell: tuple[str, str, int], rounds: int) -> dict
         **row,
         "ratio": round(after / before, 4),
         "same_bits": facts[0]["sum"] == facts[1]["sum"],
+        "difference": float(f"{difference:.2g}"),
     }
 
 
@@ -211,7 +317,8 @@ def describe(row: dict[str, Any]) -> str:
     where = f"{row['shape']} {row['scheme']} M={row['num_tokens']}"
     if "error" in row:
         return f"{where}: {row['error']}"
-    bits = "" if row["same_bits"] else ", other bits"
+    far = f" by {row['difference']:.1e}" if "difference" in row else ""
+    bits = "" if row["same_bits"] else f", other bits{far}"
     return f"{where}: {row['before_us']:.1f} -> {row['after_us']:.1f} us, {row['ratio']:.3f}{bits}"
 
 
@@ -236,19 +343,22 @@ def report(rows: list[dict[str, Any]], limit: float) -> int:
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all cells on all GPUs, each shape on one."""
-    folders = [str(Path(folder).resolve()) for folder in (arguments.before, arguments.after)]
+    sides = [Side.of(text) for text in (arguments.before, arguments.after)]
     path = Path(arguments.out)
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
     known = {(row["shape"], row["scheme"], row["num_tokens"]) for row in rows}
     shapes = {s: [c for c in cs if c not in known] for s, cs in cells_of(arguments).items()}
     pending = sorted(shapes.values(), key=len)
-    pairs = [[Worker(folder, gpu) for folder in folders] for gpu in range(arguments.gpus)]
+    pairs = [[Worker(side, gpu) for side in sides] for gpu in range(arguments.gpus)]
     start = time.monotonic()
     if not arguments.no_compile:
         everything = [cell for cells in pending for cell in cells]
         for one in pairs[0]:  # one after the other: each uses all cores
             print(one.ask("compile", everything), flush=True)
     print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+    before, after = (one.ask("facts") for one in pairs[0])
+    command = " ".join(["python", *sys.argv])
+    facts = {"before": before, "after": after, "command": command}
     lock = threading.Lock()
 
     def go(pair: list[Worker]) -> None:
@@ -259,8 +369,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             with lock:
                 rows.append(row)
                 print(describe(row), flush=True)
-                command = " ".join(sys.argv)
-                path.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+                path.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
     threads = [threading.Thread(target=go, args=(pair,)) for pair in pairs]
     for thread in threads:
@@ -291,8 +400,8 @@ def gpu_found() -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("before", nargs="?")
-    parser.add_argument("after", nargs="?")
+    parser.add_argument("before", nargs="?", help="FOLDER or FOLDER@TRITON")
+    parser.add_argument("after", nargs="?", help="FOLDER or FOLDER@TRITON")
     parser.add_argument("--shapes", nargs="+", choices=TABLE)
     parser.add_argument("--schemes", nargs="+")
     parser.add_argument("--tokens", type=int, nargs="+")

@@ -6,9 +6,8 @@ cores. A thread loads a chunk, which is 16 bytes of a row, and the activations o
 data moves between threads until sums are finished. Products: gemv_dot.py.
 
 Legend: a chunk is 16 bytes of a row, 32 or 16 columns. A K tile of a program has CHUNKS of them in
-BLOCK_N rows. Tensors are (CHUNKS, BLOCK_N): if neither dimension is contiguous in memory, Triton
-spreads threads over the first. FORMAT and SCALE as in sm80_mma.py; scales of rows and tensors are
-read like those of groups.
+BLOCK_N rows. Tensors are (BLOCK_N, CHUNKS), and threads are spread over chunks (`load_chunks`).
+FORMAT and SCALE as in sm80_mma.py; scales of rows and tensors are read like those of groups.
 """
 
 from __future__ import annotations
@@ -168,7 +167,7 @@ def moe_ops_mixed_gemv1(
     row = tl.minimum(tl.program_id(1) * BLOCK_I + r // EACH, I - 1)
     if GATED:
         row = 2 * row + r % 2 if INTERLEAVED else row + r % 2 * I
-    acc = tl.zeros((CHUNKS, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
     for start in tl.range(0, ROW_CHUNKS, CHUNKS, num_stages=1):
         chunk = start + tl.arange(0, CHUNKS)
         here = chunk < ROW_CHUNKS
@@ -194,7 +193,7 @@ def moe_ops_mixed_gemv1(
             SCALE_GROUP,
             w_zero_ptr is not None,
         )
-    sums = tl.sum(acc, 0)
+    sums = tl.sum(acc, 1)
     if w_factor_ptr is not None:
         sums /= tl.load(w_factor_ptr + e64 * w_factor_stride_e)
     if topk_weights_ptr is not None:
@@ -307,7 +306,7 @@ def moe_ops_mixed_gemv2(
     CHUNKS: tl.constexpr = BLOCK_K // (4 * WORD)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(column, N - 1)
-    acc = tl.zeros((CHUNKS, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
     biases = tl.zeros((BLOCK_N,), tl.float32)
     if bias_ptr is not None:
         lane = tl.arange(0, PAIRS)
@@ -348,9 +347,9 @@ def moe_ops_mixed_gemv2(
             SCALE_GROUP,
             w_zero_ptr is not None,
         )
-        acc += part * factor[:, None]
+        acc += part * factor[None, :]
     gdc_launch_dependents(PDL)
-    out = tl.sum(acc, 0) + biases
+    out = tl.sum(acc, 1) + biases
     out_ptrs = out_ptr + column.to(tl.int64) * out_stride_n
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=column < N)
 

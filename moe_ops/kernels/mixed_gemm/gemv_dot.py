@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.device.interpreter import INTERPRET
+from moe_ops.kernels.gemm.gemv import repeat_each
 from moe_ops.kernels.mixed_gemm.decode import group_scale, is_e2m1
 
 # The bits of e2m1 and e4m3 are moved to fp32, whose exponent has another bias, which gives values
@@ -70,7 +71,7 @@ def int4_product(w, x, acc, AT: tl.constexpr):
     number is exact like any other.
     """
     value = (w & (15 << AT)).to(tl.float32, bitcast=True)
-    return acc + value * (x * (2.0 ** (69 - AT)))[:, None]
+    return acc + value * (x * (2.0 ** (69 - AT)))[None, :]
 
 
 @triton.jit
@@ -80,14 +81,14 @@ def e2m1_products(bits, low, high, acc):
     """
     upper = (bits & 0x81C00000).to(tl.float32, bitcast=True)
     lower = ((bits << 16) & 0x81C00000).to(tl.float32, bitcast=True)
-    acc += lower * (low * TO_X)[:, None]
-    return acc + upper * (high * TO_X)[:, None]
+    acc += lower * (low * TO_X)[None, :]
+    return acc + upper * (high * TO_X)[None, :]
 
 
 @triton.jit
 def int8_product(w, x, acc, AT: tl.constexpr):
     """acc + byte * x, with the byte at bit AT of w, whose sign bit is flipped: as for int4."""
-    return acc + (masked_or(w >> AT, 255, 0x4B000000) - 8388736.0) * x[:, None]
+    return acc + (masked_or(w >> AT, 255, 0x4B000000) - 8388736.0) * x[None, :]
 
 
 @triton.jit
@@ -95,12 +96,12 @@ def e4m3_product(w, x, acc, AT: tl.constexpr):
     """acc + 2^-74 * byte * x; the code of NaN is 480."""
     byte = w << (24 - AT)
     bits = (byte & 0x80000000) | ((byte >> 4) & 0x07F00000)
-    return acc + bits.to(tl.float32, bitcast=True) * (x * TO_X)[:, None]
+    return acc + bits.to(tl.float32, bitcast=True) * (x * TO_X)[None, :]
 
 
 @triton.jit
 def word_products(w, x, acc, FORMAT: tl.constexpr):
-    """acc plus the products of the columns of words w (CHUNKS, BLOCK_N) with x (CHUNKS, columns of
+    """acc plus the products of the columns of words w (BLOCK_N, CHUNKS) with x (CHUNKS, columns of
     a word).
     """
     x0, x1, x2, x3, x4, x5, x6, x7 = split_columns(x, word_columns(FORMAT))
@@ -153,6 +154,19 @@ def load_columns(x_ptr, stride, chunk, here, WORD: tl.constexpr):
 
 
 @triton.jit
+def load_apart(ptrs, mask, other: tl.constexpr):
+    """Numbers (BLOCK_N, CHUNKS), each loaded by the thread that loads its chunk.
+
+    The load has one dimension. Of several, none of them contiguous in memory, Triton 3.6 spreads
+    threads over the first and later versions over the last.
+    """
+    rows: tl.constexpr = ptrs.shape[0]
+    chunks: tl.constexpr = ptrs.shape[1]
+    mask = tl.broadcast_to(mask, (rows, chunks)).reshape(rows * chunks)
+    return tl.load(ptrs.reshape(rows * chunks), mask=mask, other=other).reshape(rows, chunks)
+
+
+@triton.jit
 def load_side_by_side(
     w_scale_ptr,
     expert,
@@ -179,10 +193,10 @@ def load_side_by_side(
         expert * (w_scale_stride_e // BYTES)
         + chunk // 2 * (16 // BYTES)
         + chunk % 2 * w_scale_stride_g
-    )[:, None]
+    )[None, :]
     # 32 bits address the scales of one expert
-    ptr += (row // R * (w_scale_stride_n // BYTES) + row % R * 2 * w_scale_stride_g)[None, :]
-    s = tl.load(ptr, mask=here, other=0)
+    ptr += (row // R * (w_scale_stride_n // BYTES) + row % R * 2 * w_scale_stride_g)[:, None]
+    s = load_apart(ptr, here, 0)
     if BYTES == 1:
         return s, s
     else:
@@ -210,18 +224,25 @@ def load_chunks(
     SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
 ):
-    """(words (CHUNKS, BLOCK_N, 4), scales of the first and second half of chunks, zero points).
+    """(words (BLOCK_N, 4 * CHUNKS), scales of the first and second half of chunks, zero points).
     Scales are zero unless `here`.
+
+    Words have two dimensions, so that Triton knows only the last to be contiguous, and spreads
+    threads over chunks.
     """
     COLUMNS: tl.constexpr = 4 * word_columns(FORMAT)
-    here = here[:, None]
     words_ptr = w_ptr.to(tl.pointer_type(tl.uint32))
-    start = expert * tl.multiple_of(w_stride_e // 4, 4)
-    start = (start + chunk * 4)[:, None]
-    start += (row.to(tl.int64) * tl.multiple_of(w_stride_n // 4, 4))[None, :]
-    ptrs = words_ptr + start[:, :, None] + tl.arange(0, 4)[None, None, :]
+    word = repeat_each(expert * (w_stride_e // 4) + chunk * 4, 4)
+    word += tl.arange(0, word.shape[0]) % 4
+    word = tl.max_contiguous(tl.multiple_of(word, 4), 4)
+    start = row.to(tl.int64) * tl.multiple_of(w_stride_n // 4, 4)
     # No mask: unless `here`, x is zero, and every word is a finite number.
-    w = tl.load(ptrs, mask=here[:, :, None], eviction_policy="evict_first")
+    w = tl.load(
+        words_ptr + start[:, None] + word[None, :],
+        mask=tl.max_constancy(repeat_each(here.to(tl.int32), 4) > 0, 4)[None, :],
+        eviction_policy="evict_first",
+    )
+    here = here[None, :]
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(tl.pointer_type(tl.uint8))
     scale_row = row // 128 if SCALE == "block" else row
@@ -239,19 +260,17 @@ def load_chunks(
         )
         return w, first, second, first
     group = chunk * COLUMNS // SCALE_GROUP if SCALE_GROUP > 0 else chunk * 0
-    w_scale_ptr += (expert * w_scale_stride_e + group * w_scale_stride_g)[:, None]
-    w_scale_ptr += (scale_row.to(tl.int64) * w_scale_stride_n)[None, :]
-    first = tl.load(w_scale_ptr, mask=here, other=0)
+    w_scale_ptr += (expert * w_scale_stride_e + group * w_scale_stride_g)[None, :]
+    w_scale_ptr += (scale_row.to(tl.int64) * w_scale_stride_n)[:, None]
+    first = load_apart(w_scale_ptr, here, 0)
     second = first
     if SCALE_GROUP > 0 and SCALE_GROUP < COLUMNS:
         tl.static_assert(2 * SCALE_GROUP == COLUMNS)
-        second = tl.load(w_scale_ptr + w_scale_stride_g, mask=here, other=0)
+        second = load_apart(w_scale_ptr + w_scale_stride_g, here, 0)
     zero = first
     if w_zero_ptr is not None:
-        w_zero_ptr += (expert * w_zero_stride_e + group * w_zero_stride_g)[:, None]
-        zero = tl.load(
-            w_zero_ptr + (row.to(tl.int64) * w_zero_stride_n)[None, :], mask=here, other=0
-        )
+        w_zero_ptr += (expert * w_zero_stride_e + group * w_zero_stride_g)[None, :]
+        zero = load_apart(w_zero_ptr + (row.to(tl.int64) * w_zero_stride_n)[:, None], here, 0)
     return w, first, second, zero
 
 
@@ -270,21 +289,21 @@ def chunk_products(
     SCALE_GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):
-    """Scaled sums of the products of chunks with x, (CHUNKS, BLOCK_N)."""
-    CHUNKS: tl.constexpr = w.shape[0]
-    BLOCK_N: tl.constexpr = w.shape[1]
+    """Scaled sums of the products of chunks with x, (BLOCK_N, CHUNKS)."""
+    BLOCK_N: tl.constexpr = w.shape[0]
+    CHUNKS: tl.constexpr = x0.shape[0]
     # a chunk has two groups
     TWO_GROUPS: tl.constexpr = SCALE_GROUP > 0 and 4 * word_columns(FORMAT) > SCALE_GROUP
-    even, odd = w.reshape(CHUNKS, BLOCK_N, 2, 2).split()
+    even, odd = w.reshape(BLOCK_N, CHUNKS, 2, 2).split()
     w0, w2 = even.split()
     w1, w3 = odd.split()
-    part = tl.zeros((CHUNKS, BLOCK_N), tl.float32)
+    part = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
     part = word_products(w0, x0, part, FORMAT)
     part = word_products(w1, x1, part, FORMAT)
     total = part
     if TWO_GROUPS:
         total = scaled(part, first, FORMAT, SCALE)
-        part = tl.zeros((CHUNKS, BLOCK_N), tl.float32)
+        part = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
     part = word_products(w2, x2, part, FORMAT)
     part = word_products(w3, x3, part, FORMAT)
     if HAS_ZERO or FORMAT == "int4":
@@ -292,11 +311,11 @@ def chunk_products(
         sums = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), 1)
         sums += tl.sum(x2.to(tl.float32) + x3.to(tl.float32), 1)
         if FORMAT != "int4":
-            part -= zero.to(tl.int8, bitcast=True).to(tl.float32) * sums[:, None]
+            part -= zero.to(tl.int8, bitcast=True).to(tl.float32) * sums[None, :]
         elif HAS_ZERO:
-            part -= zero.to(tl.float32) * (sums * (1 / INT4_REST))[:, None]
+            part -= zero.to(tl.float32) * (sums * (1 / INT4_REST))[None, :]
         else:
-            part -= (sums * (8 / INT4_REST))[:, None]
+            part -= (sums * (8 / INT4_REST))[None, :]
     part = scaled(part, second, FORMAT, SCALE)
     if TWO_GROUPS:
         part += total
