@@ -81,7 +81,8 @@ def cells_of(arguments: argparse.Namespace) -> dict[str, list[tuple[str, str, in
                 found.setdefault(shape, []).extend((shape, scheme, M) for M in wanted)
         for part in PARTS:
             if part in (arguments.schemes or ()):
-                some = [M for M in PART_TOKENS[part] if M in (arguments.tokens or [M])]
+                all_of = PART_TOKENS[part]
+                some = [M for M in all_of if M in (arguments.tokens or all_of)] or all_of
                 found.setdefault(shape, []).extend((shape, part, M) for M in some)
     return found
 
@@ -222,7 +223,7 @@ def _router(shape: str, _: str, tokens: int) -> tuple[Callable[[int], Any], int]
 
 
 def _training_step(shape: str, tokens: int) -> Callable[[], Any]:
-    """Forward and backward pass of a layer whose experts train; returns the gradient of w2."""
+    """Forward and backward pass of a layer whose experts train; returns the gradient of the tokens."""
     import torch
     from training_cases import Case, gradients, make_inputs
     from training_peers import IMPLEMENTATIONS
@@ -234,7 +235,7 @@ def _training_step(shape: str, tokens: int) -> Callable[[], Any]:
 
     def run() -> Any:
         with torch.enable_grad():
-            return gradients(step, inputs)["w2"]
+            return gradients(step, inputs)["x"]
 
     return run
 
