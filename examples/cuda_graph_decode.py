@@ -16,7 +16,7 @@ import torch
 from common import check, title
 from tiny_moe.model import decode, encode, load
 
-import moe_ops.integrations.transformers  # noqa: F401  registers "moe_ops"
+import moe_ops  # noqa: F401  registers "moe_ops" with transformers
 
 PROMPT = "def main():\n    import sys\n    args = sys.argv[1:]\n    if not args:\n        "
 

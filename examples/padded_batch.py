@@ -17,7 +17,7 @@ from common import check, title
 from cuda_graph_decode import DecodeStep, capture
 from tiny_moe.model import encode, held_out, load
 
-import moe_ops.integrations.transformers  # noqa: F401  registers "moe_ops"
+import moe_ops  # noqa: F401  registers "moe_ops" with transformers
 
 BATCH, PROMPT_LENGTH, STEPS = 8, 64, 12
 SCHEDULE = ((1, 1, 1, 1, 1, 0, 0, 0), (1, 0, 1, 0, 1, 0, 0, 0), (0, 0, 1, 0, 0, 0, 0, 0))

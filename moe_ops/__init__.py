@@ -1,7 +1,8 @@
 """Mixture-of-experts kernels as first-class PyTorch operators.
 
 Importing this package loads no optional library and does not initialise CUDA. Everything that
-quantized tensors need (and with it torchao) is loaded on first use.
+quantized tensors need (and with it torchao) is loaded on first use. Once transformers' models are
+imported, before or after this package, they know experts_implementation="moe_ops".
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from moe_ops.autograd.adapters import LoRA
 from moe_ops.backends import list_backends
 from moe_ops.batch_invariance import set_batch_invariant
 from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear
+from moe_ops.integrations import on_import as _on_import
 from moe_ops.nn.config import MoEConfig
 from moe_ops.numerics import quantize_activation
 from moe_ops.parallel.config import ParallelConfig
@@ -83,3 +85,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_on_import.register()

@@ -16,8 +16,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -182,45 +183,74 @@ def cache_folder() -> Path:
 
 
 def when_imported(module: str, function: Callable[[], object]) -> None:
-    """Call `function` now if a module is imported already, else once somebody imports it.
+    """Call `function` now if a module is imported already, else once somebody has imported it.
 
     So that what belongs in an expensive module costs nothing where nobody uses it.
     """
-    if module in sys.modules:
-        function()
-        return
-    if module not in _awaited:
-        _awaited[module] = []
-        sys.meta_path.insert(0, _Finder(module))
-    _awaited[module].append(function)
+    with _LOCK:
+        _awaited.setdefault(module, []).append(function)
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
+    _call_awaited()
 
 
+_LOCK = threading.Lock()
 _awaited: dict[str, list[Callable[[], object]]] = {}  # by the name of the module
 
 
+def _call_awaited(imported: str = "") -> None:
+    """Call what waits for modules that are imported by now, each function once."""
+    for module in tuple(_awaited):
+        found = sys.modules.get(module)
+        executing = getattr(getattr(found, "__spec__", None), "_initializing", False)
+        if module == imported or (found is not None and not executing):
+            with _LOCK:
+                functions = _awaited.pop(module, [])
+            for function in functions:
+                function()
+
+
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the others would, and has `when_imported`'s functions called behind
-    it.
+    """Sees imports, for `when_imported`. It finds the modules that are waited for where the
+    finders behind it find them, and no others.
+
+    It stays in sys.meta_path: other threads may be going through that list. What was being
+    imported when somebody began to wait for it is looked at again with each later import.
     """
 
-    def __init__(self, module: str):
-        self.module = module
-
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self.module:
+        _call_awaited()
+        if name not in _awaited:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        finders = tuple(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :] if self in finders else ():
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find else None
+            if spec is not None:
+                _tell_when_executed(spec.loader, name)
+                return spec
+        return None
 
-            def exec_module(module: Any) -> None:
-                execute(module)
-                for function in _awaited.pop(name):
-                    function()
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+_FINDER = _Finder()
+
+
+def _tell_when_executed(loader: Any, name: str) -> None:
+    """Let a module's loader call what waits for the module. The loader stays the object that it
+    is; one that is a class, and shared, stays as it is.
+    """
+    execute = getattr(loader, "exec_module", None)
+    if execute is None or isinstance(loader, type):
+        return
+
+    def exec_module(module: Any) -> None:
+        execute(module)
+        if module.__name__ == name:  # not another one of a loader that several modules share
+            vars(loader).pop("exec_module", None)
+            _call_awaited(name)
+
+    with suppress(AttributeError):  # a loader with slots
+        loader.exec_module = exec_module
 
 
 PROGRESS_SECONDS = 2.0  # what takes less shows no progress bar

@@ -1,7 +1,15 @@
 """The machine around the package: what is logged at an import, and progress bars."""
 
+import importlib
+import importlib.machinery
+import importlib.util
 import io
 import logging
+import pkgutil
+import sys
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 
 import pytest
@@ -136,3 +144,115 @@ def test_models_and_checkpoints_show_progress(at_once, tmp_path):
         checkpoints.Checkpoint(tmp_path).expert_weight("experts", scheme="fp8_channel")
     for what in ("attaching layers", "checking routers", "quantizing experts", "loading experts"):
         assert what in terminal.getvalue(), what
+
+
+# --- what waits for an import --------------------------------------------------------------------
+
+
+@pytest.fixture
+def late(tmp_path, monkeypatch):
+    """Writes a module that nobody has imported, and returns its name."""
+
+    def write(text, folder=tmp_path):
+        name = f"late_{tmp_path.name.replace('-', '_')}_{len(list(tmp_path.iterdir()))}"
+        written.append(name)
+        (folder / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        return name
+
+    written = []
+    monkeypatch.syspath_prepend(tmp_path)
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+        environment._awaited.pop(name, None)
+
+
+def test_what_waits_for_a_module_is_called_once_it_was_executed(late):
+    name = late("value = 1\nvalue = 2\n")
+    seen = []
+    environment.when_imported(name, lambda: seen.append(sys.modules[name].value))
+    for _ in range(2):  # whoever asks whether it is there
+        assert importlib.util.find_spec(name).origin.endswith(f"{name}.py")
+    assert name in [found.name for found in pkgutil.iter_modules()] and seen == []
+    module = importlib.import_module(name)
+    assert seen == [2]
+    environment.when_imported(name, lambda: seen.append(3))
+    assert seen == [2, 3]
+    importlib.reload(module)
+    del sys.modules[name]
+    importlib.import_module(name)
+    assert seen == [2, 3]
+
+
+def test_a_module_that_is_waited_for_has_the_loader_that_it_has_otherwise(late, tmp_path):
+    name, other = late("value = 1"), late("value = 1")
+    (tmp_path / "words.txt").write_text("text beside it")
+    environment.when_imported(name, lambda: None)
+    module, plain = importlib.import_module(name), importlib.import_module(other)
+    loader = module.__spec__.loader
+    assert type(loader) is type(plain.__spec__.loader) and module.__loader__ is loader
+    assert vars(loader).keys() == vars(plain.__spec__.loader).keys()
+    assert loader.get_source(name) == "value = 1"
+    assert pkgutil.get_data(name, "words.txt") == b"text beside it"
+    assert module.__spec__ == importlib.machinery.PathFinder.find_spec(name)
+
+
+def test_what_waits_stays_until_an_import_succeeds(late, tmp_path):
+    name = late("raise ImportError('not today')")
+    seen = []
+    environment.when_imported(name, lambda: seen.append(sys.modules[name].value))
+    with pytest.raises(ImportError, match="not today"):
+        importlib.import_module(name)
+    assert seen == []
+    (tmp_path / f"{name}.py").write_text("value = 'mended, and longer than before'")
+    importlib.import_module(name)
+    assert seen == ["mended, and longer than before"]
+
+
+def test_what_begins_to_wait_in_the_midst_of_an_import_is_called_with_a_later_one(late):
+    """Nobody's loader can tell when it ends, so the next import looks."""
+    text = """
+import sys
+from moe_ops import environment
+seen, this = [], sys.modules[__name__]
+environment.when_imported(__name__, lambda: seen.append(this.value))
+assert seen == []
+value = 1
+"""
+    module, other = importlib.import_module(late(text)), late("")
+    importlib.import_module(other)
+    assert module.seen == [1]
+
+
+def test_modules_of_one_loader_are_told_apart(late, tmp_path, monkeypatch):
+    """Of an archive all modules share one."""
+    first, second = late("import SECOND\nvalue = 1"), late("value = 2")
+    text = (tmp_path / f"{first}.py").read_text().replace("SECOND", second)
+    with zipfile.ZipFile(tmp_path / "both.zip", "w") as file:
+        file.writestr(f"{first}.py", text)
+        file.writestr(f"{second}.py", "value = 2")
+    for name in (first, second):
+        (tmp_path / f"{name}.py").unlink()
+    monkeypatch.syspath_prepend(tmp_path / "both.zip")
+    seen = []
+    for name in (first, second):
+        environment.when_imported(name, lambda name=name: seen.append(sys.modules[name].value))
+    importlib.import_module(first)
+    assert seen == [2, 1]
+
+
+def test_threads_that_import_at_once_call_it_once(late):
+    name = late("import time\ntime.sleep(0.05)\nvalue = 1")
+    seen, start = [], threading.Barrier(8)
+
+    def wait_and_import(number):
+        start.wait()
+        if number == 0:
+            environment.when_imported(name, lambda: seen.append(sys.modules[name].value))
+        importlib.import_module(name)
+        importlib.util.find_spec(f"{name}_is_not_there")  # a later import
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(wait_and_import, range(8)))
+    assert seen == [1]

@@ -30,7 +30,7 @@ def load(
 
     Args:
         experts: transformers' `experts_implementation`: "eager", "grouped_mm", "batched_mm", or
-            "moe_ops" once `moe_ops.integrations.transformers` has been imported.
+            "moe_ops" once `moe_ops` has been imported.
         dtype: the dtype to run in; the weights are stored as bf16, so float32 is exact.
         device: where to put it.
         path: the folder holding config.json and model.safetensors.

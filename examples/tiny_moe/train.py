@@ -48,7 +48,7 @@ def build(experts: str, balance: float):
 
     logging.disable_progress_bar()  # else every save draws one
     if experts == "moe_ops":
-        import moe_ops.integrations.transformers  # noqa: F401  registers the name
+        import moe_ops  # noqa: F401  registers the name
     config = Qwen3MoeConfig(
         vocab_size=256,
         hidden_size=128,

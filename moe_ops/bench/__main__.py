@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import moe_ops
 from moe_ops import environment
 from moe_ops.bench import layers, shapes, timing
 from moe_ops.bench.layers import Layer
@@ -304,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(format_result(result))
     if parsed.json is not None:
         written = asdict(result) | {"eager": sorted(result.eager)}
-        written["moe_ops"] = moe_ops.__version__
+        written["moe_ops"] = environment.version(environment.DISTRIBUTION) or "(from source)"
         parsed.json.write_text(json.dumps(written, indent=1) + "\n")
         print(parsed.json)
     path = parsed.png or Path(f"moe_ops_bench_{result.name.replace(',', '_')}.png")

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import moe_ops
 from moe_ops.bench.shapes import Shape
+from moe_ops.experts import fused_experts
 from moe_ops.schemes import get_scheme
+from moe_ops.tensors import from_quantized, prepare, quantize
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 _CHUNK_BYTES = 512 << 20  # of weights that are quantized at a time
@@ -51,14 +52,14 @@ def quantized(plain: Tensor, scheme: str, activation_scale: float | None = None)
     names = ("scale", "zero_point", "global_scale", "channel_scale")
     others: dict[str, list[Tensor]] = {name: [] for name in names}
     for e in range(0, plain.shape[0], step):
-        part = moe_ops.quantize(plain[e : e + step], scheme, activation_scale=activation_scale)
+        part = quantize(plain[e : e + step], scheme, activation_scale=activation_scale)
         qdata[e : e + step].copy_(part.qdata)
         for name in names:
             if getattr(part, name) is not None:
                 others[name].append(getattr(part, name).view(torch.uint8))
     dtypes = {name: getattr(part, name).dtype for name in names if others[name]}
     found = {name: torch.cat(others[name]).view(dtype) for name, dtype in dtypes.items()}
-    return moe_ops.from_quantized(scheme, qdata, **found, activation_scale=activation_scale)
+    return from_quantized(scheme, qdata, **found, activation_scale=activation_scale)
 
 
 def ours(w13: Tensor, w2: Tensor, scheme: str, backend: str = "auto") -> Layer:
@@ -73,8 +74,8 @@ def ours(w13: Tensor, w2: Tensor, scheme: str, backend: str = "auto") -> Layer:
                 raise ValueError(f"{name} cannot be quantized to {scheme!r}: {why}")
         w13, w2 = quantized(w13, scheme), quantized(w2, scheme)
         if w13.device.type == "cuda" and backend == "auto":
-            w13, w2 = moe_ops.prepare(w13, "triton"), moe_ops.prepare(w2, "triton")
-    return lambda x, weights, ids: moe_ops.fused_experts(x, w13, w2, weights, ids, backend=backend)
+            w13, w2 = prepare(w13, "triton"), prepare(w2, "triton")
+    return lambda x, weights, ids: fused_experts(x, w13, w2, weights, ids, backend=backend)
 
 
 def transformers_experts(

@@ -18,11 +18,10 @@ from types import ModuleType
 
 from torch import nn
 
-import moe_ops
 from moe_ops import environment
 from moe_ops.nn.modules import Experts
 from moe_ops.schemes import get_scheme
-from moe_ops.tensors import check_quantizable
+from moe_ops.tensors import check_quantizable, quantize
 
 with environment.importing_torchao():
     from torchao.core.config import AOBaseConfig
@@ -81,7 +80,7 @@ def _quantize_experts(
     for name in names:
         check_quantizable(name, getattr(module, name), config.scheme)
     for name in names:
-        weight = moe_ops.quantize(getattr(module, name).detach(), config.scheme)
+        weight = quantize(getattr(module, name).detach(), config.scheme)
         setattr(module, name, nn.Parameter(weight, requires_grad=False))
     return module
 

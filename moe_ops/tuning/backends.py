@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 
-import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops import environment
+from moe_ops.experts import explain, fused_experts
 from moe_ops.tables import lookup, record
+from moe_ops.tensors import prepare
 from moe_ops.tuning.search import Bench, Target, captured, replay_us
+from moe_ops.warmup import warmup
 
 _REPLAYS = 15
 _MAX_CALL_S = 0.1  # a slower layer is no candidate, and is not replayed
@@ -45,7 +47,7 @@ class Backends:
     def _layer(self, name: str, w13: torch.Tensor, w2: torch.Tensor) -> Callable[..., None]:
         def layer(_num_tokens: int = 0) -> None:  # of the sets that were prepared
             for x, weights, ids in self.bench.inputs:
-                moe_ops.fused_experts(x, w13, w2, weights, ids, backend=name)
+                fused_experts(x, w13, w2, weights, ids, backend=name)
 
         return layer
 
@@ -59,7 +61,7 @@ class Backends:
             for name in names:
                 layer = self.layers[name]
                 try:
-                    moe_ops.warmup(layer, [num_tokens], show_progress=False)
+                    warmup(layer, [num_tokens], show_progress=False)
                     start = time.perf_counter()
                     layer()
                     torch.cuda.synchronize()
@@ -88,11 +90,11 @@ def laid_out(
         ValueError, ImportError: it takes neither.
     """
     try:
-        moe_ops.explain(x, w13, w2, ids, backend=backend)
+        explain(x, w13, w2, ids, backend=backend)
     except ValueError:
-        w13 = moe_ops.prepare(w13, backend, activation="silu")
-        w2 = moe_ops.prepare(w2, backend)
-        moe_ops.explain(x, w13, w2, ids, backend=backend)
+        w13 = prepare(w13, backend, activation="silu")
+        w2 = prepare(w2, backend)
+        explain(x, w13, w2, ids, backend=backend)
     return w13, w2
 
 

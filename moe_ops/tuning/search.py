@@ -25,8 +25,8 @@ from functools import lru_cache
 
 import torch
 
-import moe_ops
 from moe_ops import environment
+from moe_ops.experts import fused_experts
 from moe_ops.kernels.configs import (
     GEMV,
     SM90_MMA,
@@ -39,6 +39,7 @@ from moe_ops.kernels.gemm import configs
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands as mixed_operands
 from moe_ops.kernels.quantize.scales import scales
+from moe_ops.tensors import from_quantized, quantize
 
 _SETS = 8  # routing sets of a timing, replayed in turn
 # in every second set, the expert of rank r is chosen with probability proportional to r ** -1.1
@@ -71,7 +72,7 @@ class Target:
                 shape = (min(16, num_experts - first), rows, columns)
                 part = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / columns**0.5
                 part = part.to(getattr(torch, self.dtype))
-                parts.append(moe_ops.quantize(part, self.scheme) if self.scheme else part)
+                parts.append(quantize(part, self.scheme) if self.scheme else part)
             made.append(_concatenate(parts, self.scheme))
         return made[0], made[1]
 
@@ -85,7 +86,7 @@ def _concatenate(parts: list, scheme: str) -> torch.Tensor:
         if found[0] is not None:  # concatenated as bytes, which works for every dtype
             together = torch.cat([t.view(torch.uint8) for t in found])
             tensors[name] = together.view(found[0].dtype)
-    return moe_ops.from_quantized(scheme, **tensors)
+    return from_quantized(scheme, **tensors)
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Bench:
 
         def layer() -> None:
             for x, weights, ids in self.inputs:
-                moe_ops.fused_experts(x, self.w13, self.w2, weights, ids, backend="triton")
+                fused_experts(x, self.w13, self.w2, weights, ids, backend="triton")
 
         with override(config):
             try:
@@ -247,7 +248,7 @@ def heuristic(bench: Bench) -> LayerConfig:
     with override(None) as seen:
         x, weights, ids = bench.inputs[0]
         with torch.no_grad():
-            moe_ops.fused_experts(x, bench.w13, bench.w2, weights, ids, backend="triton")
+            fused_experts(x, bench.w13, bench.w2, weights, ids, backend="triton")
     return seen[-1]
 
 
@@ -362,4 +363,4 @@ def _compile(target: Target, num_tokens: int, config: LayerConfig) -> None:
     weights = torch.ones(rows, target.top_k, device="cuda")
     # a candidate that cannot run is dropped when it is timed
     with torch.no_grad(), override(config), contextlib.suppress(Exception):
-        moe_ops.fused_experts(x, w13, w2, weights, ids, backend="triton")
+        fused_experts(x, w13, w2, weights, ids, backend="triton")

@@ -35,9 +35,10 @@ FLOORS = (
     "experts",
     "nn",
     "warmup selfcheck",
-    # the face, moe_ops/__init__.py, and paths beside it that saved files hold
-    "moe_ops layer layer_parts config",
     "info tuning bench integrations",
+    # the face, moe_ops/__init__.py, and paths beside it that saved files hold; on top, because it
+    # has the integrations wait for the libraries that they integrate with
+    "moe_ops layer layer_parts config",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 
@@ -68,8 +69,11 @@ LAZY_IMPORTS = {  # (file, function) that imports a module whose name is not wri
     ("kernels/launch.py", "Lazy.resolve"),  # what makes a Lazy names its module in a string
     ("__init__.py", "__getattr__"),  # the face: its _LAZY names modules in strings
 }
-# pickled weights name their class, and files outlive modules: classes are found by public names
-BY_PUBLIC_NAME = {("pickling.py", "rebuild_expert_tensor")}
+BY_PUBLIC_NAME = {
+    # pickled weights name their class, and files outlive modules: found by public names
+    ("pickling.py", "rebuild_expert_tensor"),
+    ("environment.py", "_call_awaited"),  # whether modules of other libraries are imported by now
+}
 
 # all of a string, or its beginning where more follows
 LAZY = re.compile(r"(moe_ops(?:\.\w+)*)(?:\.|\.?:[\w.]*)?")

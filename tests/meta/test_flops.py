@@ -103,11 +103,11 @@ def _ops():
 @pytest.mark.slow  # a fresh process imports torch
 def test_whoever_imports_the_counter_later_has_the_formulas():
     code = """
-import sys, moe_ops
+import importlib.util, sys, moe_ops
+importlib.util.find_spec("torch.utils.flop_counter")  # whoever asks whether it is there
 before = "torch.utils.flop_counter" in sys.modules
 from torch.utils.flop_counter import flop_registry
 import torch
 print(before, torch.ops.moe_ops.torch_experts in flop_registry)
-print([finder for finder in sys.meta_path if "moe_ops" in type(finder).__module__])
 """
-    assert run_python(code).splitlines()[-2:] == ["False True", "[]"]
+    assert run_python(code).splitlines()[-1] == "False True"

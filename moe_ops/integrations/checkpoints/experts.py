@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import moe_ops
 from moe_ops import environment
 from moe_ops.integrations.checkpoints import files, floats
 from moe_ops.integrations.checkpoints.common import VALUES_ONLY
 from moe_ops.integrations.checkpoints.configs import check_transforms, config_for
 from moe_ops.integrations.checkpoints.formats import ALIASES, ROLES, Format, Matrix, format_of
 from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.tensors import from_quantized, quantize
 
 Source = dict[str, str]  # role -> name of a tensor in the files
 BIAS = "bias"  # no part of a weight
@@ -241,7 +241,7 @@ class Checkpoint:
         if activation is not None and (activation.static or activation.global_scale):
             parts |= self._activation_scale(weight, device)
         try:
-            tensor = moe_ops.from_quantized(name, **parts)
+            tensor = from_quantized(name, **parts)
         except ValueError as error:
             raise ValueError(
                 f"{weight.name} of {self._where(weight.sources[0][0])}: {error}"
@@ -289,7 +289,7 @@ class Checkpoint:
         for e, rows in zip(weight.experts, self._rows(weight, device), strict=True):
             source = weight.sources[0][0 if weight.stacked else e]
             try:
-                tensor = moe_ops.quantize(rows.unsqueeze(0), scheme)
+                tensor = quantize(rows.unsqueeze(0), scheme)
             except ValueError as error:
                 raise ValueError(f"{self._where(source)}, expert {e}: {error}") from error
             names = tensor.__tensor_flatten__()[0]

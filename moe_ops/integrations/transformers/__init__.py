@@ -1,9 +1,9 @@
 """Hugging Face transformers models on moe_ops.
 
 Importing this module registers the experts implementation "moe_ops", for plain and for FP8
-experts::
+experts. `import moe_ops` has it imported once transformers' models are::
 
-    import moe_ops.integrations.transformers
+    import moe_ops
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moe_ops")
 
 `attach(model)` does the same for a model that is built already, serves the families that bypass

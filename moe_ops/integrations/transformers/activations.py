@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import activations as hf
 
-import moe_ops
-from moe_ops import LoRA
 from moe_ops.activations import Activation
+from moe_ops.autograd.adapters import LoRA
+from moe_ops.experts import fused_experts, grouped_linear
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.numerics import permute
 
@@ -163,7 +163,7 @@ def run_experts(
     x = hidden_states.to(w13.dtype) if plain else hidden_states
     activation = activation_of(module)
     if activation is not None and not getattr(module, "has_post_expert_norm", False):
-        y = moe_ops.fused_experts(
+        y = fused_experts(
             x,
             w13,
             w2,
@@ -197,11 +197,11 @@ def _linear(
     backend: str,
 ) -> Tensor:
     """`grouped_linear`, with adapters of its weight."""
-    y = moe_ops.grouped_linear(rows, weight, offsets, bias=bias, backend=backend)
+    y = grouped_linear(rows, weight, offsets, bias=bias, backend=backend)
     for a, b, scale in adapters:
         if a is not None and b is not None:
-            u = moe_ops.grouped_linear(rows, a.to(rows.dtype), offsets) * scale
-            y = y + moe_ops.grouped_linear(u, b.to(rows.dtype), offsets)
+            u = grouped_linear(rows, a.to(rows.dtype), offsets) * scale
+            y = y + grouped_linear(u, b.to(rows.dtype), offsets)
     return y
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_ops import LoRA
+from moe_ops.autograd.adapters import LoRA
 from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers.layers import Layer, is_wrapper
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import moe_ops
 from moe_ops import activations
+from moe_ops.experts import fused_experts, grouped_linear
 from moe_ops.integrations.transformers import activations as hf_activations
 from moe_ops.integrations.transformers.activations import HfModule
 from moe_ops.numerics import permute
@@ -53,7 +53,7 @@ def _llama4_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -
     if top_k > 1:  # one weighted copy of the token for each of its experts
         x = (x.unsqueeze(1) * weights.unsqueeze(-1)).view(M * top_k, x.shape[1])
         ids, weights = ids.reshape(-1, 1), torch.ones_like(weights).view(-1, 1)
-    y = moe_ops.fused_experts(
+    y = fused_experts(
         x,
         hf_activations.turned(module.gate_up_proj),
         hf_activations.turned(module.down_proj),
@@ -80,9 +80,9 @@ def _dbrx_glu(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
     backend = hf_activations.backend_of(module)
     pairs = permute.sort_pairs(ids, shape[0])
     rows = permute.gather_tokens(x, pairs)
-    halves = [moe_ops.grouped_linear(rows, w, pairs.offsets, backend=backend) for w in (w1, v1)]
+    halves = [grouped_linear(rows, w, pairs.offsets, backend=backend) for w in (w1, v1)]
     rows = activations.apply(torch.cat(halves, -1), _activation(module))
-    rows = moe_ops.grouped_linear(rows, w2.transpose(1, 2), pairs.offsets, backend=backend)
+    rows = grouped_linear(rows, w2.transpose(1, 2), pairs.offsets, backend=backend)
     return permute.combine(rows, weights, pairs, x.dtype)
 
 

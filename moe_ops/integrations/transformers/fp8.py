@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import moe_ops
-from moe_ops import LoRA
+from moe_ops.autograd.adapters import LoRA
 from moe_ops.integrations.transformers import activations as hf_activations
 from moe_ops.integrations.transformers.activations import HfModule
+from moe_ops.tensors import Float8ExpertTensor
 
 
 def fp8_experts_forward(
@@ -69,7 +69,7 @@ def refusal(module: HfModule, weight: Tensor) -> str:
 def _wrap_fp8(module: HfModule, qdata: Tensor, scale: Tensor) -> Tensor:
     """`from_quantized` without its checks: they read the scales back from the device."""
     scheme = "fp8_block:ue8m0" if _scales_are_powers(module, scale) else "fp8_block"
-    return moe_ops.Float8ExpertTensor(qdata.detach(), scale.detach().float(), scheme)
+    return Float8ExpertTensor(qdata.detach(), scale.detach().float(), scheme)
 
 
 def _scales_are_powers(module: HfModule, scale: Tensor) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import moe_ops
 from moe_ops import environment
 from moe_ops.activations import Activation
+from moe_ops.experts import explain
 from moe_ops.integrations.transformers import activations as hf_activations
 from moe_ops.integrations.transformers import adapters, families, fp8
 from moe_ops.integrations.transformers import layers as layers_of
@@ -143,7 +143,7 @@ def plan_text(layer: Layer) -> str:
     w13, w2 = (hf_activations.rows_first(w, owner) for w in weights)
     bias = [local_part(getattr(owner, f"{name}_bias", None)) for name in layer.weights]
     options = hf_activations.options_of(owner)
-    plan = moe_ops.explain(
+    plan = explain(
         torch.empty(1, w13.shape[2], dtype=w13.dtype, device=w13.device),
         w13,
         w2,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import moe_ops
 from moe_ops.integrations.transformers.activations import HfModule
+from moe_ops.tensors import from_quantized
 
 _KIND = "Mxfp4GptOssExperts"
 _PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -75,7 +75,7 @@ def _weight(experts: HfModule, projection: str) -> Tensor:
     # a swizzled layout may be padded
     elements = elements[:count, :rows, : columns // 2].contiguous()
     scales = scales[:count, :rows, : columns // 32].contiguous()
-    return moe_ops.from_quantized("mxfp4_w4a16", elements, scales)
+    return from_quantized("mxfp4_w4a16", elements, scales)
 
 
 def _unswizzled(tensor: Any) -> Tensor:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-import moe_ops
 from moe_ops import environment
 from moe_ops.integrations.transformers import fp8, hook
 from moe_ops.integrations.transformers import layers as layers_of
@@ -20,6 +19,7 @@ from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.integrations.transformers.quantizer import mark_quantized
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors import check_quantizable
+from moe_ops.tensors import quantize as quantize_weight
 from moe_ops.tensors.sharding import is_fsdp
 
 
@@ -164,7 +164,7 @@ def _held_bytes(pairs: list[tuple[Layer, str]]) -> int:
 def _quantize_weight(
     layer: Layer, name: str, scheme: QuantScheme, done: dict[int, nn.Parameter]
 ) -> None:
-    layer.replace(name, lambda weight: moe_ops.quantize(weight.contiguous(), scheme), done)
+    layer.replace(name, lambda weight: quantize_weight(weight.contiguous(), scheme), done)
 
 
 def _check_quantizable(layer: Layer, weight_name: str, scheme: QuantScheme) -> None:

@@ -20,7 +20,6 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-import moe_ops
 from moe_ops.integrations.checkpoints import files
 from moe_ops.integrations.checkpoints.common import FLOATS
 from moe_ops.integrations.checkpoints.experts import (
@@ -42,7 +41,7 @@ from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.ops.relayout import natural as in_natural_layout
 from moe_ops.schemes import get_scheme
-from moe_ops.tensors import ExpertTensor, check_quantizable, flatten, sharding, unflatten
+from moe_ops.tensors import ExpertTensor, check_quantizable, flatten, quantize, sharding, unflatten
 from moe_ops.tensors.checks import check_groups
 
 # of attention's cache, or of its products: no weight depends on them
@@ -464,7 +463,7 @@ class _QuantizeConverted(loading.ConversionOps):
         natural = layer.natural_weight(name).contiguous()
         check_quantizable(full_layer_name, natural)
         scheme = self.quantizer.quantization_config.scheme
-        layer.set_weight(name, moe_ops.quantize(natural, scheme))
+        layer.set_weight(name, quantize(natural, scheme))
         # transformers puts it into the DTensor
         return {full_layer_name: nn.Parameter(layer.weight(name), requires_grad=False)}
 
