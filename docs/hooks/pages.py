@@ -20,6 +20,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import moe_ops
+
 ROOT = Path(__file__).resolve().parents[2]
 # what is shown as it is
 DOCUMENTS = (
@@ -34,7 +36,8 @@ LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Replace the folders in `nav` by their pages."""
+    """Replace the folders in `nav` by their pages, and say in the header of which version."""
+    config.site_name = f"{config.site_name} {moe_ops.__version__}"
     known = [path for path, _ in _pages()]
     config.nav = [_expanded(entry, known) for entry in config.nav or []]
     config.watch += [str(ROOT / folder) for folder in ("docs", "examples", "moe_ops")]

@@ -20,6 +20,8 @@ import moe_ops
 from moe_ops.schemes import OTHER_NAMES, SCHEMES, GroupShape, QuantDesc, QuantScheme
 
 ROOT = Path(__file__).resolve().parents[2]
+# what most readers look for; all other functions follow, then classes
+FIRST = ("fused_experts", "MoELayer", "quantize", "route", "explain", "warmup")
 # pages of the reference, beside that of moe_ops itself, and the modules on them
 MODULES = {
     "schemes": ("moe_ops.schemes",),
@@ -54,8 +56,9 @@ def directive(name: str) -> str:
 
 
 def public_names() -> str:
-    """The reference of everything in `moe_ops.__all__`: functions first, then classes."""
-    names = sorted(moe_ops.__all__, key=lambda name: inspect.isclass(getattr(moe_ops, name)))
+    """The reference of everything in `moe_ops.__all__`: `FIRST`, functions, then classes."""
+    others = [name for name in moe_ops.__all__ if name not in FIRST]
+    names = [*FIRST, *sorted(others, key=lambda name: inspect.isclass(getattr(moe_ops, name)))]
     lines = ["# moe_ops", "", inspect.getdoc(moe_ops) or "", ""]
     return "\n".join([*lines, *[directive(path_of(name)) for name in names]])
 
