@@ -1,5 +1,6 @@
 # Every target sets up .venv by itself; a fresh machine needs python3 (3.11 or later) and make.
 PYTHON ?= python3
+TORCH ?= torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ops_dev
@@ -26,7 +27,7 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard moe_ops/csrc/cpu/*)
 	    $(PYTHON) -m venv $(VENV); \
 	  fi; \
 	fi
-	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q torch==2.13.0
+	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q '$(TORCH)'
 	$(PY) -m pip install -q -e '.[dev]'
 	@touch $@
 

@@ -1,5 +1,6 @@
-"""Builds the CPU kernel into the package: one C++ file without dependencies, and optional. Where
-CUTLASS_PATH is set and there is an nvcc, the CUDA kernels of csrc/cutlass, too.
+"""Builds the CPU kernels into the package: C++ without dependencies, and optional. The CUDA
+objects of csrc/cutlass that `make native` built are taken along; where CUTLASS_PATH is set and
+there is an nvcc, those that are missing are built.
 
 Where there is no compiler, or it fails, the package is pure Python and its CPU path uses torch's
 own products: installing never fails for want of a kernel.
@@ -56,8 +57,10 @@ def build(sources: list[Path], library: Path) -> str | None:
     return f"{shlex.join(command)} ended with {result.returncode}: {result.stderr[-2000:]}"
 
 
-def build_cuda(root: Path) -> dict[str, str | None]:
-    """Compile the CUDA kernels, for minutes; of each object None, or why there is none."""
+def cuda_objects(root: Path) -> dict[str, str | None]:
+    """The CUDA objects of these sources that are there: None of each. Where CUTLASS_PATH asks for
+    it the others are compiled, for minutes: None, or why there is none.
+    """
     spec = importlib.util.spec_from_file_location("csrc_build", root / CUDA_BUILD)
     cuda = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = cuda
@@ -66,11 +69,14 @@ def build_cuda(root: Path) -> dict[str, str | None]:
     for architecture in cuda.FILES:
         library = root / Path(CUDA_BUILD).parent / "cutlass" / cuda.object_name(architecture)
         name = str(library.relative_to(root))
-        try:
-            cuda.build(architecture, library)
+        if library.is_file():
             reasons[name] = None
-        except cuda.BuildError as error:
-            reasons[name] = str(error)
+        elif os.environ.get("CUTLASS_PATH"):
+            try:
+                cuda.build(architecture, library)
+                reasons[name] = None
+            except cuda.BuildError as error:
+                reasons[name] = str(error)
     return reasons
 
 
@@ -81,8 +87,7 @@ class KernelBuildHook(BuildHookInterface):
         root = Path(self.root)
         reason = build([root / source for source in SOURCES], root / LIBRARY)
         built = [LIBRARY] if self.built(LIBRARY, reason) else []
-        if os.environ.get("CUTLASS_PATH"):
-            built += [name for name, why in build_cuda(root).items() if self.built(name, why)]
+        built += [name for name, why in cuda_objects(root).items() if self.built(name, why)]
         if built:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-linux_{platform.machine()}"  # no Python ABI in it

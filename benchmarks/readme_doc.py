@@ -108,8 +108,8 @@ def gains() -> str:
         [
             "| speed-up | of what | over whom |",
             "|---|---|---|",
-            f"| {mean(bf16)} in bf16, {mean(fp8)} with experts in fp8 | decoding four models on an "
-            f"H200: {between(bf16)} and {between(fp8)} | transformers' best, compiled |",
+            f"| {mean(bf16)} in bf16, {mean(fp8)} with experts in fp8 | decoding four models on "
+            f"an H200: {between(bf16)} and {between(fp8)} | transformers' best, compiled |",
             f"| {mean(int4)} in int4 | an expert layer of four models on an H200, 1 to 1024 "
             f"tokens: {between(int4)} | Marlin, as vLLM calls it |",
             f"| {mean(cpu)} on a CPU | an expert layer in bf16 on two cores with AVX-512, 1 to "

@@ -79,6 +79,25 @@ def other_owners() -> list[str]:
     return sorted(found)
 
 
+def origin(library: Path) -> str | None:
+    """Where native code comes from, in words: "brought by the wheel", "built beside the sources",
+    or outside of this package's folder "built at first use". None if the file is not there.
+    """
+    if not os.path.isfile(library):  # False, too, where the folder may not be searched
+        return None
+    package = Path(__file__).parent
+    if package not in library.parents:
+        return "built at first use"
+    name = library.relative_to(package.parent).as_posix()
+    try:
+        wheel = importlib.metadata.distribution(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "built beside the sources"
+    installed = re.search(rf"^{re.escape(name)},", wheel.read_text("RECORD") or "", re.M)
+    ours = Path(str(wheel.locate_file(name))).resolve() == library.resolve()
+    return "brought by the wheel" if installed and ours else "built beside the sources"
+
+
 # Looked up once: Dynamo would trace what looks it up. Nightly builds of torch name it otherwise.
 TRITON = version("triton") or version("pytorch-triton") or ""
 

@@ -30,6 +30,7 @@ import torch
 
 from moe_ops import activations, environment, schemes
 from moe_ops import backends as backends_module
+from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.torch import cpu
 from moe_ops.ops import relayout
 from moe_ops.ops.problem import Problem
@@ -62,9 +63,11 @@ def facts() -> dict[str, Any]:
     torch finds, such as "xpu" or "mps", or None), ``backends`` (name -> None if backend="auto"
     may choose it for some bf16 layer here, else why not and what to do), ``takes`` (name -> the
     schemes of these layers, of weights as they are in ``natural``, of those that need `prepare` in
-    ``prepared``), ``cpu_kernel`` (None if the CPU kernel is in use, else why not), ``tuning`` (GPU
-    name -> number of measured problems), ``other_owners`` (other distributions that install a
-    package ``moe_ops``, which should be none), ``newer_than_tested`` (distribution -> the newest
+    ``prepared``), ``cpu_kernel`` (None if the CPU kernel is in use, else why not), ``kernels``
+    ("cpu" and each family of GPUs that backend cutlass has kernels for -> "brought by the wheel",
+    "built beside the sources", "built at first use", or None where there are none), ``tuning``
+    (GPU name -> number of measured problems), ``other_owners`` (other distributions that install
+    a package ``moe_ops``, which should be none), ``newer_than_tested`` (distribution -> the newest
     version that the tests ran with, where a newer one is installed).
     """
     backends, takes = _backends()
@@ -86,6 +89,7 @@ def facts() -> dict[str, Any]:
             if backend.untested_version
         },
         "cpu_kernel": cpu.why_not(),
+        "kernels": {"cpu": cpu.origin(), **cutlass.origins()},
         "tuning": {
             name: len(json.loads(path.read_text())["entries"])
             for name, path in lookup.tables().items()
@@ -172,13 +176,19 @@ def format_facts(found: dict[str, Any]) -> str:
     lines.append("backends that 'auto' chooses from here")
     for name, reason in found["backends"].items():
         answer = f"available{_takes(found['takes'][name])}" if reason is None else f"no: {reason}"
+        if name == "cutlass" and reason is None:
+            families = {cutlass.architecture(tuple(gpu["capability"])) for gpu in found["gpus"]}
+            origins = {family: found["kernels"].get(family) for family in sorted(families)}
+            answer += "".join(
+                [f"; {family} {origin}" for family, origin in origins.items() if origin]
+            )
         lines += _wrapped(f"  {name:13} ", answer)
     tested = ", ".join(plans.RUN_ON[1:])
     lines += _wrapped(
         "tested on ", f"CPUs and {tested}; what they have for other GPUs was not run on hardware"
     )
-    in_use = found["cpu_kernel"] or "built and in use"
-    lines += _wrapped("on a CPU, the kernels for AVX2, AVX-512, AMX and NEON: ", in_use, hanging=2)
+    in_use = found["cpu_kernel"] or f"{found['kernels']['cpu']}, in use"
+    lines += _wrapped("kernels for AVX2, AVX-512, AMX and NEON: ", in_use, hanging=2)
     tables = [f"{name}, {count} problems" for name, count in found["tuning"].items()]
     lines += _wrapped(
         "measured: ", "; ".join(tables) or "nothing: backends are taken in the order above"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -12,7 +13,9 @@ import torch
 from moe_ops import backends as backends_module
 from moe_ops import environment, info
 from moe_ops.activations import resolve
+from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.torch import cpu
+from moe_ops.csrc import build
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
@@ -214,6 +217,8 @@ def test_facts_fit_on_one_screen(gpus, lines, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0" if gpus else None)
     monkeypatch.setattr("moe_ops.environment.other_owners", list)
     monkeypatch.setattr("moe_ops.backends.cutlass.library._unbuilt", lambda name: None)
+    origins = dict.fromkeys(build.FILES, "brought by the wheel")
+    monkeypatch.setattr(cutlass, "origins", lambda: origins)
     here = machines.machine(torch.device("cpu"))
     if gpus:
         here = Machine("cuda", tuple(gpus[-1]["capability"]), "", backends_module.list_backends())
@@ -284,7 +289,38 @@ def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(cpu, "_kernels", lambda: {torch.bfloat16: None})
     assert info.facts()["cpu_kernel"] is None
-    assert "AMX and NEON: built and in use" in info.format_facts(info.facts())
+    assert "AMX and NEON: built at first use, in use" in info.format_facts(info.facts())
+
+
+def test_facts_tell_where_kernels_come_from(monkeypatch, tmp_path):
+    """Beside the sources, in the folder that pip filled from a wheel, or in the cache."""
+    package = tmp_path / "site-packages" / "moe_ops"
+    folder = package / "csrc" / "cutlass"
+    shutil.copytree(build.SOURCES, folder, ignore=shutil.ignore_patterns("*.so"))
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(environment, "__file__", str(package / "environment.py"))
+    monkeypatch.setenv("MOE_OPS_CACHE", str(tmp_path / "cache"))
+    assert not any(cutlass.origins().values())
+    objects = {name: folder / build.object_name(name) for name in build.FILES}
+    cached = build.cached("sm_120a", tmp_path / "cache")
+    cached.parent.mkdir(parents=True)
+    for path in (objects["sm_90a"], objects["sm_100a"], cached):
+        path.touch()
+    distribution = environment.DISTRIBUTION
+    record = str(objects["sm_90a"].relative_to(package.parent))
+    monkeypatch.syspath_prepend(package.parent)
+    assert cutlass.origins()["sm_90a"] == "built beside the sources"
+    installed(package.parent, distribution, record)
+    assert cutlass.origins() == {
+        "sm_90a": "brought by the wheel",
+        "sm_100a": "built beside the sources",
+        "sm_120a": "built at first use",
+    }
+    found = info.facts()
+    assert found["kernels"] == {"cpu": cpu.origin(), **cutlass.origins()}
+    found["backends"]["cutlass"], found["gpus"] = None, [ONE, OTHER]
+    said = "sm_120a built at first use; sm_90a brought by the wheel"
+    assert re.search(f" cutlass available.*; {said} ", flat(info.format_facts(found)))
 
 
 def test_a_library_that_cannot_be_loaded_is_left_alone(monkeypatch, tmp_path):

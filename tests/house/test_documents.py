@@ -36,10 +36,12 @@ def run_python(code: str, *arguments: str) -> str:
 
 
 def test_version_is_one():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    """What is built reads moe_ops.__version__, and the newest entry of the changelog is its."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in settings["project"] and settings["project"]["dynamic"] == ["version"]
+    assert settings["tool"]["hatch"]["version"] == {"path": "moe_ops/__init__.py"}
     newest = re.search(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert newest is not None
-    assert project["version"] == moe_ops.__version__ == newest.group(1)
+    assert newest is not None and newest.group(1) == moe_ops.__version__
 
 
 def test_no_machine_paths():

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -97,6 +98,24 @@ def test_other_processors_get_no_kernels(hook, tmp_path, monkeypatch):
     monkeypatch.setattr(hook.platform, "machine", lambda: "riscv64")
     reason, library = build(hook, tmp_path)
     assert "this is riscv64" in reason and library is None
+
+
+def test_cuda_objects_of_these_sources_are_taken_along(hook, tmp_path, monkeypatch):
+    """One that is there goes into the wheel without a compiler; others are built when asked."""
+    monkeypatch.delenv("CUTLASS_PATH", raising=False)
+    csrc = tmp_path / "moe_ops" / "csrc"
+    sources = ROOT / "moe_ops" / "csrc"
+    shutil.copytree(sources, csrc, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    assert hook.cuda_objects(tmp_path) == {}
+    (csrc / "cutlass" / "moe_ops_cutlass_sm90a_0123456789abcdef.so").touch()  # of other sources
+    name = f"moe_ops/csrc/cutlass/{sys.modules['csrc_build'].object_name('sm_90a')}"
+    (tmp_path / name).touch()
+    assert hook.cuda_objects(tmp_path) == {name: None}
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "no_nvcc"))
+    found = hook.cuda_objects(tmp_path)
+    assert len(found) == 3 and found.pop(name) is None
+    assert all("CUDACXX must name a compiler" in why for why in found.values())
 
 
 def test_distribution_has_a_name_of_its_own():

@@ -101,6 +101,14 @@ def _cache() -> Path:
         return Path(os.devnull, "no home directory")
 
 
+def origins() -> dict[str, str | None]:
+    """Where the object of each family of GPUs comes from; None where there is none."""
+    found = {name: build.installed(name, _cache()) for name in build.FILES}
+    return {
+        name: None if path is None else environment.origin(path) for name, path in found.items()
+    }
+
+
 @environment.constant
 def _unbuilt(name: str) -> str | None:
     if simulated():

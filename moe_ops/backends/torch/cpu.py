@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops import environment
+
 _LIBRARY = Path(__file__).parents[2] / "cpu_grouped_mm.so"
 # Rows an expert up to which the kernels are faster, by the width of AVX. Library GEMMs on AMX are
 # faster in bf16 from 14 to 20 rows on, on a Xeon.
@@ -69,6 +71,11 @@ def _kernels() -> dict[torch.dtype, _Kernels]:
             most_rows = _MOST_ROWS_AMX
         kernels[dtype] = _Kernels(most_rows, grouped, combined)
     return kernels
+
+
+def origin() -> str | None:
+    """Where the kernels come from; None if there are none."""
+    return environment.origin(_LIBRARY)
 
 
 def why_not() -> str | None:
