@@ -80,7 +80,7 @@ native-check: venv
 docs: venv
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-# Every configuration of every kernel with every supported Triton, for SM80, 90, 100 and 120; no GPU
+# Every configuration of every kernel with every supported Triton, for SM80, 89, 90, 100 and 120; no GPU
 # is needed. An hour or two on two cores; the installed version's alone: benchmarks/compile_matrix.py
 compile-matrix: venv
 	env -u TRITON_INTERPRET $(PY) benchmarks/compile_matrix.py --triton

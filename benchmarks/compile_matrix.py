@@ -1,6 +1,6 @@
 """Compile every configuration of every Triton kernel, without a GPU.
 
-    python benchmarks/compile_matrix.py [--triton [3.6.0 ...]] [--arch 80 90 100 120 gfx942]
+    python benchmarks/compile_matrix.py [--triton [3.6.0 ...]] [--arch 80 89 90 100 120 gfx942]
                                        [--one]
 
 For several architectures and versions of Triton. Calls of many shapes, schemes and numbers of
@@ -62,7 +62,7 @@ from moe_ops.kernels.training.frozen import frozen  # noqa: E402
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1  # noqa: E402
 from moe_ops.schemes import SCHEMES  # noqa: E402
 
-ARCHITECTURES: tuple[Arch, ...] = (80, 90, 100, 120, "gfx942")
+ARCHITECTURES: tuple[Arch, ...] = (80, 89, 90, 100, 120, "gfx942")
 MEASURED: dict[Arch, tuple[str, ...]] = {
     90: ("NVIDIA H200",)
 }  # GPUs whose measured tables are read, by architecture

@@ -6,11 +6,13 @@ import shlex
 import shutil
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import moe_ops
 from moe_ops import environment
 from tests.house.test_documents import documents
 from tests.support.paths import ROOT
@@ -116,6 +118,40 @@ def test_cuda_objects_of_these_sources_are_taken_along(hook, tmp_path, monkeypat
     found = hook.cuda_objects(tmp_path)
     assert len(found) == 3 and found.pop(name) is None
     assert all("CUDACXX must name a compiler" in why for why in found.values())
+
+
+@pytest.fixture
+def check_dist():
+    """.ci/check_dist.py, which the release runs."""
+    if not (ROOT / ".ci" / "check_dist.py").exists():
+        pytest.skip("not in the sdist")
+    spec = importlib.util.spec_from_file_location("check_dist", ROOT / ".ci" / "check_dist.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_published_is_whole_and_small(check_dist, tmp_path, monkeypatch):
+    """A wheel without an object, with a stale one, or of another version is named."""
+    version, brought = moe_ops.__version__, check_dist.kernels()
+    wheel = tmp_path / f"torch_moe_ops-{version}-py3-none-manylinux_2_28_x86_64.whl"
+    (tmp_path / f"torch_moe_ops-{version}.tar.gz").touch()
+
+    def says(*names, tag=None):
+        with zipfile.ZipFile(wheel, "w") as file:
+            for name in names:
+                file.writestr(name, b"code")
+        return " ".join(check_dist.wrong(tmp_path, tag))
+
+    assert check_dist.version() == version and len(brought) == 4
+    assert says(*brought) == ""
+    assert says(*brought[:-1]) == f"the wheel lacks {brought[-1]}"
+    assert "old.so, of other sources" in says(*brought, "moe_ops/csrc/cutlass/old.so")
+    assert f"tag must be v{version}, got v9" in says(*brought, tag="v9")
+    monkeypatch.setattr(check_dist, "LARGEST", 100)
+    assert "the wheel has 0.0 MiB" in says(*brought)
+    wheel.rename(tmp_path / "torch_moe_ops-9-py3-none-any.whl")
+    assert f"one wheel of {version} is expected" in " ".join(check_dist.wrong(tmp_path, None))
 
 
 def test_distribution_has_a_name_of_its_own():
