@@ -442,7 +442,8 @@ def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[in
                 "them, run under torch.autocast, or wrap quantized data with "
                 "moe_ops.from_quantized"
             )
-        return stored
+        E, N, K = stored
+        return E, N, K
     scheme = get_scheme(weight.scheme)
     if weight.layout == TRANSPOSED or weight.layout.startswith(FLAT):
         transposed = weight.layout == TRANSPOSED

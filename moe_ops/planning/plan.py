@@ -20,6 +20,7 @@ from moe_ops.ops import library
 from moe_ops.ops.chunks import ALIGNMENT, experts_of_chunk
 from moe_ops.ops.exchange import sends_quantized
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.ops.relayout import variants
 from moe_ops.planning.auto import AUTO
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup
@@ -231,7 +232,9 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
         chosen = backends.named(backend)
         reasons = _reasons(chosen, problem, machine)
         if reasons:
-            error = ImportError if backend not in machine.available else ValueError
+            missing = backend not in machine.available
+            missing = missing and reasons[-1] == _why_not_available(backend)
+            error = ImportError if missing else ValueError
             raise error(f"backend {backend!r} cannot run this call: {'; '.join(reasons)}")
         return _bounded(Plan(problem, machine, ((-1, chosen),)))
     accepted, refused = [], []
@@ -385,8 +388,22 @@ def why_not(
 def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
     if problem.kind not in backend.ops:
         return [f"has no {problem.kind}"]
-    if backend.name not in machine.available:
-        return [_why_not_available(backend.name)]
+    if backend.name in machine.available:
+        return _refusals(backend, problem, machine)
+    devices = backend.kernels[problem.kind]
+    if machine.device_type not in devices:
+        needed = " or ".join([device.upper() for device in devices])
+        return [f"{backend.name} needs a {needed} device, got {machine.device_type}"]
+    reasons = _refusals(backend, problem, machine)
+    # to install it helps where it would then take the problem, perhaps of prepared weights
+    prepared = variants(problem, backend.name)
+    if any([not _refusals(backend, variant, machine) for variant in prepared]):
+        reasons.append(_why_not_available(backend.name))
+    return reasons
+
+
+def _refusals(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
+    """Why a backend does not run a problem, were it available."""
     reasons = [*backend.supports(problem, machine)]  # theirs may be a list that they keep
     if problem.quantized_input and problem.scheme not in backend.quantized_input:
         reasons.append(

@@ -89,6 +89,30 @@ def test_a_missing_library_is_an_import_error(monkeypatch):
     assert plan.refused == (("triton", ("triton is not installed; pip install triton",)),)
 
 
+def test_a_library_is_asked_for_only_where_it_would_help(monkeypatch):
+    monkeypatch.setattr(plans, "_why_not_available", lambda name: f"pip install {name}")
+
+    def refused(device, capability, **changes):
+        there = Machine(device, capability, "", ("torch",))
+        sizes = {"hidden_size": 256, "intermediate_size": 128, "num_rows": 256}
+        return dict(plans.plan(dataclasses.replace(FP8, **sizes, **changes), there).refused)
+
+    on_xpu = refused("xpu", (0, 0))
+    assert set(on_xpu) == set(backends_module.list_backends()) - {"torch"}
+    for name, reasons in on_xpu.items():
+        assert len(reasons) == 1 and reasons[0].startswith(f"{name} needs a CUDA")
+    with pytest.raises(ValueError, match="cannot run this call: flashinfer needs a CUDA device"):
+        plans.plan(FP8, Machine("xpu", available=("torch",)), "flashinfer")
+
+    (wrong_gpu,) = refused("cuda", (8, 0))["deep_gemm"]
+    assert "on compute capability 9.x, 10.x, 12.x, got 8.0" in wrong_gpu
+    assert refused("cuda", (9, 0))["deep_gemm"] == ("pip install deep_gemm",)
+    (layout, hint) = refused("cuda", (10, 0))["deep_gemm"]
+    assert "moe_ops.prepare(weight, 'deep_gemm')" in layout and hint == "pip install deep_gemm"
+    for change in ({"dtype": torch.float16}, {"needs_grad": True}):
+        assert "pip" not in " ".join(refused("cuda", (9, 0), **change)["deep_gemm"])
+
+
 def test_gradients_need_a_backward():
     training = dataclasses.replace(PLAIN, needs_grad=True)
     with pytest.raises(ValueError, match="has no backward: wrap the call in torch.no_grad()"):
