@@ -37,6 +37,7 @@ from moe_ops.parallel.dispatch import Dispatcher
 from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement
 from moe_ops.routing.methods import RoutingMethod, check_method
 from moe_ops.routing.route import router_probabilities
+from moe_ops.schemes import QuantScheme, get_scheme
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,8 +49,7 @@ class MoELayer(KeepsBuffers):
     out = residual + residual_scale * (sum_j weight_j * expert_j(x) + shared_expert(x)), where the
     weights and experts of a token come from `moe_ops.route_tokens`, one operator on CUDA without
     gradients; the residual is optional. It traces as one graph with a dynamic number of tokens.
-    Expert weights may be replaced by quantized ones:
-    `layer.experts.down_proj = nn.Parameter(quantize(w, scheme), False)`.
+    `quantize` replaces the expert weights by quantized ones.
 
     Spread over devices there are two ways. With a process group (`from_config(config, group=...)`)
     each rank passes tokens and gets their outputs, as from a whole layer. Where ranks have tokens
@@ -407,6 +407,46 @@ class MoELayer(KeepsBuffers):
         w13, w2 = experts.w13, experts.down_proj
         self.lora = ExpertsLoRA(w13, w2, rank, float(scale), self.gate.weight)
         return self.lora
+
+    def quantize(self, scheme: str | QuantScheme) -> MoELayer:
+        """Quantize the expert weights in place, by `moe_ops.quantize`.
+
+        Both weights are checked before the first one changes. Then each is replaced by an
+        `ExpertTensor` parameter that requires no gradient, one after the other, so that at most
+        one exists twice. Gate and shared expert keep their dtype. A state dict of the layer holds
+        the quantized weights, and loads into a layer that was quantized by the same scheme, or
+        with assign=True into one whose experts require no gradients.
+
+        Args:
+            scheme: as in `moe_ops.quantize`, but for those with static activation scales, which
+                only its `activation_scale` gives.
+
+        Returns:
+            The layer itself.
+
+        Raises:
+            ValueError: as `moe_ops.quantize`, naming the parameter: an unknown scheme, one with
+                static activation scales, sizes that it does not take, weights that are quantized
+                already, parametrized or not finite.
+        """
+        from moe_ops.tensors import quantize
+        from moe_ops.tensors.checks import check_quantizable, checked_activation_scale
+
+        scheme, experts = get_scheme(scheme), self.experts
+        names = (experts.w13_name, "down_proj")
+        for name in names:
+            weight = getattr(experts, name)
+            if name not in experts._parameters:
+                raise ValueError(
+                    f"experts.{name} must be a parameter, got what a parametrization computes; "
+                    "remove it with torch.nn.utils.parametrize.remove_parametrizations"
+                )
+            check_quantizable(f"experts.{name}", weight, scheme)
+            checked_activation_scale(None, scheme, weight.device, weight.shape[0])
+        for name in names:
+            weight = quantize(getattr(experts, name), scheme)
+            setattr(experts, name, nn.Parameter(weight, requires_grad=False))
+        return self
 
     def place_experts(self, expert_map: Tensor) -> None:
         """Hold the experts that a map of the class's form gives local ids, of which the weights

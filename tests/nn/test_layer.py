@@ -396,6 +396,64 @@ def test_export_keeps_the_counters_on_the_device():
     assert exported.expert_load.sum() == 17 * TOP_K
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"activation": "relu2_no_mul", "expert_bias": True}])
+def test_quantize_replaces_both_weights_of_the_experts(options):
+    x = torch.randn(5, H)
+    layer = make_layer(**options)
+    gate, names = layer.gate.weight, (layer.experts.w13_name, "down_proj")
+    reference = copy.deepcopy(layer)
+    for name in names:
+        weight = moe_ops.quantize(getattr(layer.experts, name), "int8_w8a16")
+        getattr(reference.experts, name).data.copy_(weight.dequantize())
+    plain = layer(x)
+    assert layer.quantize("int8_w8a16") is layer and layer.gate.weight is gate
+    for name in names:
+        weight = layer.experts.get_parameter(name)
+        assert weight.scheme == "int8_w8a16:channel" and not weight.requires_grad
+    got, want = layer(x), oracle(reference, x)[0]
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    assert 1e-4 < (got - plain).norm() / plain.norm() < 0.03
+
+    state = {name: t.clone() for name, t in layer.state_dict().items()}
+    for fresh, assign in (
+        (make_layer(**options).quantize("int8_w8a16"), False),
+        (make_layer(**options).requires_grad_(False), True),
+        (MoELayer(H, I, E, TOP_K, device="meta", **options).eval().quantize("int8_w8a16"), True),
+    ):
+        fresh.load_state_dict(state, assign=assign)
+        assert torch.equal(fresh(x), got)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "message"),
+    [
+        ("int8", {}, "scheme must be one of .*'int8_w8a16'"),
+        ("", {}, "scheme must be one that quantizes weights"),
+        ("fp8_tensor_static", {}, "activation_scale must be given"),
+        ("int4_w4a16:g32", {}, "experts.down_proj .*its 16 columns must be a multiple of 32"),
+        ("fp8_block", {"down_proj": math.nan}, "experts.down_proj must be finite"),
+        ("fp8_block", {"down_proj": "quantized"}, "experts.down_proj must be a plain tensor"),
+        ("fp8_block", {"down_proj": "parametrized"}, "experts.down_proj must be a parameter"),
+    ],
+)
+def test_quantize_refuses_before_anything_changes(scheme, changes, message):
+    layer = make_layer()
+    for name, change in changes.items():
+        weight = getattr(layer.experts, name)
+        if change == "quantized":
+            setattr(layer.experts, name, nn.Parameter(moe_ops.quantize(weight, scheme), False))
+        elif change == "parametrized":
+            nn.utils.parametrize.register_parametrization(layer.experts, name, nn.Identity())
+        else:
+            weight.data[1, 0, 0] = change
+    before = dict(layer.named_parameters())
+    with pytest.raises(ValueError, match=message):
+        layer.quantize(scheme)
+    after = dict(layer.named_parameters())
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+
+
 def test_quantized_experts():
     import moe_ops
 
