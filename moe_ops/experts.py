@@ -25,6 +25,7 @@ from moe_ops.autograd.adapters import LoRA
 from moe_ops.autograd.training import explanation
 from moe_ops.batch_invariance import resolve
 from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, refuse_lost, take_apart
+from moe_ops.ops.transforms import refuse_tangents
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
 
@@ -144,7 +145,7 @@ def fused_experts(
     a, b = take_apart(w13, _gather), take_apart(w2, _gather)
     w13_bias, w2_bias = _whole(w13_bias), _whole(w2_bias)
     if forward_ad._current_level >= 0:
-        _refuse_tangents(hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias)
+        refuse_tangents((hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias))
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias
     )
@@ -153,7 +154,7 @@ def fused_experts(
     if adapters is not None:
         matrices = low_rank.check_call(adapters, backend, hidden_states_scale)
         if forward_ad._current_level >= 0:
-            _refuse_tangents(*matrices)
+            refuse_tangents(matrices)
         needs_grad = True  # what backward passes need, no other path has
     call = ExpertsCall(
         hidden_states,
@@ -248,7 +249,7 @@ def batched_experts(
     a, b = take_apart(w13, _gather), take_apart(w2, _gather)
     w13_bias, w2_bias = _whole(w13_bias), _whole(w2_bias)
     if forward_ad._current_level >= 0:
-        _refuse_tangents(hidden_states, a.data, b.data, w13_bias, w2_bias)
+        refuse_tangents((hidden_states, a.data, b.data, w13_bias, w2_bias))
     needs_grad = torch.is_grad_enabled() and _requires_grad(
         hidden_states, a.data, b.data, w13_bias, w2_bias
     )
@@ -309,7 +310,7 @@ def grouped_linear(
         x, weight, bias = _autocast(x_scale is None, x, weight, bias)
     a, bias = take_apart(weight, _gather), _whole(bias)
     if forward_ad._current_level >= 0:
-        _refuse_tangents(x, a.data, bias)
+        refuse_tangents((x, a.data, bias))
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
     call = LinearCall(
         *(x, a, offsets, bias, needs_grad, out_dtype, x_scale, x_global_scale),
@@ -413,7 +414,7 @@ def _scale_of_input(name: str, scale: Any, global_scale: Any) -> Tensor | None:
                     "that arrives quantized: detach it"
                 )
     if forward_ad._current_level >= 0:
-        _refuse_tangents(scale, global_scale)
+        refuse_tangents((scale, global_scale))
     if scale is not None and scale.dtype == torch.float8_e8m0fnu:
         return scale.view(torch.uint8)
     return scale
@@ -437,17 +438,6 @@ def _check_rows(name: str, tensor: Tensor, M: int) -> None:
     rows = tensor.shape[0]
     if guard_or_false(rows != M):
         raise ValueError(f"{name} must have one row per row of hidden_states, {M}, got {rows}")
-
-
-def _refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raise inside forward-mode AD: operators without a formula would drop tangents in silence."""
-    for t in tensors:
-        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-            raise RuntimeError(
-                "moe_ops has no forward-mode derivative (torch.func.jvp, dual tensors): use "
-                "reverse "
-                "mode, torch.autograd.grad"
-            )
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:

@@ -18,25 +18,17 @@ from moe_ops import activations, numerics
 from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.autograd.products import grouped_mm
 from moe_ops.numerics import permute
+from moe_ops.ops import transforms
 from moe_ops.ops.call import ExpertsCall, Weight
 
 
 def refuse_transforms() -> None:
     """Raise RuntimeError inside torch.func transforms, which can neither differentiate nor batch
-    operators that are written in Python.
+    operators whose derivatives are written in Python.
     """
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return
-    innermost = torch._C._functorch.peek_interpreter_stack()
-    if innermost.key() == torch._C._functorch.TransformType.Vmap:
-        raise RuntimeError(
-            "moe_ops cannot be batched by torch.func.vmap where gradients are recorded or "
-            "adapters given: call it once, with the tokens of all batches as rows of hidden_states"
-        )
-    raise RuntimeError(
-        "moe_ops cannot be differentiated by torch.func (grad, vjp, jacrev, ...): use "
-        "torch.autograd.grad or Tensor.backward"
-    )
+    transforms.refuse(torch._C._functorch.peek_interpreter_stack().key().name)
 
 
 def grouped_linear(

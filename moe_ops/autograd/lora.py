@@ -127,6 +127,7 @@ forward = register_function(
     recorded(_OPTIONS, _GRADIENTS, _run_backward, _layer),
     devices=TORCH_DEVICES,
     flops=flops.lora_experts_forward,
+    refuses_transforms=True,
 )
 
 
@@ -147,7 +148,6 @@ def fused_experts(call: ExpertsCall, adapters: Adapters, recompute: bool) -> Ten
     without gradients, nothing is kept for the backward pass but the inputs and the order of the
     pairs.
     """
-    composition.refuse_transforms()
     matrices: list[Tensor | None] = []
     scales = []
     for one in adapters:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SCALES = 5  # the place of the list of scales among the inputs
+SCALES = 5  # the place of the list of scales among the inputs
 
 
 def recorded(
@@ -27,12 +27,12 @@ def recorded(
         layer: of the inputs, the first output as a graph of torch operators, for derivatives of
             gradients.
     """
-    apart = (*options, _SCALES)
+    apart = (*options, SCALES)
 
     def save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.rest, scales = [inputs[i] for i in options], inputs[_SCALES]
+        ctx.rest, scales = [inputs[i] for i in options], inputs[SCALES]
         ctx.num_scales, ctx.no_gaps = len(scales), all([t is not None for t in scales])
         ctx.num_kept = len(output) - 1
         tensors = [t for i, t in enumerate(inputs) if i not in apart]
@@ -52,7 +52,7 @@ def recorded(
         needs = [bool(ctx.needs_input_grad[i]) for i in gradients]
         found: list = [None] * len(values)
         if ctx.no_gaps:  # torch asks for as many gradients of a list as it has tensors
-            found[_SCALES] = [None] * ctx.num_scales
+            found[SCALES] = [None] * ctx.num_scales
         if grad is None:
             return tuple(found)
         wanted = [i for i, need in zip(gradients, needs, strict=True) if need]

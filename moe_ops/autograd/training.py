@@ -23,7 +23,7 @@ from moe_ops import activations, environment
 from moe_ops.autograd import experts as composition
 from moe_ops.autograd import portable
 from moe_ops.autograd.adapters import UNADAPTED, Adapters
-from moe_ops.autograd.record import recorded
+from moe_ops.autograd.record import SCALES, recorded
 from moe_ops.backends.cutlass import products as native
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
@@ -40,6 +40,11 @@ _INPUTS = (
 )
 # of the inputs, those that may get gradients, and their places
 _GRADIENTS = (0, 1, 2, 3, 6, 7)  # hidden_states, w13, w2, topk_weights, w13_bias, w2_bias
+
+
+# of plain weights: one slot of each. AOTInductor passes an empty list as None, which no operator
+# with a derivative is given.
+_NO_SCALES = (None, None)
 
 
 class Options(NamedTuple):
@@ -271,6 +276,7 @@ forward = register_function(
     recorded((9,), _GRADIENTS, _run_backward, _layer),
     devices=TORCH_DEVICES,
     flops=flops.experts_forward,
+    refuses_transforms=True,
 )
 
 
@@ -289,7 +295,6 @@ def fused_experts(call: ExpertsCall, recompute: bool) -> Tensor:
     """Differentiable experts, (M, K) in the call's dtype. With `recompute` nothing is kept for
     the backward pass but the inputs and the order of the pairs.
     """
-    composition.refuse_transforms()
     return forward(*op_values(call, recompute))[0]
 
 
@@ -301,4 +306,6 @@ def op_values(call: ExpertsCall, recompute: bool) -> tuple:
     values = (call.w13.scheme, a.name, *numbers, call.router_weight_on_input, recompute)
     fp32_out = call.output()[1] != call.hidden_states.dtype
     values += (True, fp32_out) if call.batch_invariant else ()  # the last ones may be left out
-    return call.op_values(text_of(Options._fields[: len(values)], values))
+    inputs = [*call.op_values(text_of(Options._fields[: len(values)], values))]
+    inputs[SCALES] = inputs[SCALES] or _NO_SCALES
+    return tuple(inputs)

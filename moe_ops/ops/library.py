@@ -21,11 +21,12 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_ops import environment
 from moe_ops.environment import when_imported
 from moe_ops.meta import fake, flops
-from moe_ops.ops import memory
+from moe_ops.ops import memory, transforms
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, Scale
 from moe_ops.ops.exchange import over_ranks
 from moe_ops.ops.problem import Machine, Problem, Workspaces
@@ -353,7 +354,7 @@ def register(
     for kind_name, function in launch.items():
         kind = KINDS[kind_name]
         op_name = f"{name}_{kind_name}"
-        LIB.define(op_name + schema(kind.args))
+        ops[kind_name] = _define(op_name, schema(kind.args), True)
         keys = (*devices, "CPU") if interpreted else devices
         kernels[kind_name] = {key.lower(): _entry(function, kind, key, True) for key in keys}
         for key in keys:
@@ -361,7 +362,6 @@ def register(
             LIB.impl(op_name, below_autograd(kernel), key)
         torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
         _count_flops(op_name, _flops(kind))
-        ops[kind_name] = getattr(torch.ops.moe_ops, op_name).default
     backend = Backend(
         name,
         available,
@@ -425,6 +425,14 @@ def registered() -> tuple[Backend, ...]:
     return tuple(_registered)
 
 
+def _define(name: str, signature: str, refuses_transforms: bool) -> Any:
+    LIB.define(name + signature)
+    op = getattr(torch.ops.moe_ops, name).default
+    if refuses_transforms:
+        LIB.impl(name, transforms.refusing(op), transforms.KEY)
+    return op
+
+
 # where tensors are on a GPU, there is no need to ask whether CUDA is initialised, 0.3 us each time
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
@@ -452,8 +460,16 @@ def _entry(launch: Callable, kind: Kind, device: str, planned: bool) -> Callable
     return run_on_device if device == "CUDA" else run
 
 
+# Reading a tangent makes a view, also where a mode has left the key of views out.
+_WITH_VIEWS = functools.partial(
+    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
+)
+
+
 def in_memory(function: Callable, op_name: str) -> Callable:
-    """`function`, which runs an op, with the values of its inputs in memory: see ops/memory.py."""
+    """`function`, which runs an op, with the values of its inputs in memory: see ops/memory.py.
+    They have no tangents.
+    """
     schema = getattr(torch.ops.moe_ops, op_name).default._schema
     inputs = [i for i, argument in enumerate(schema.arguments) if _is_input(argument)]
     names = [argument.name for argument in schema.arguments]
@@ -463,6 +479,9 @@ def in_memory(function: Callable, op_name: str) -> Callable:
         for i in inputs:
             # AOTInductor passes an empty list as None
             flat += (values[i] or ()) if names[i] == "scales" else (values[i],)
+        if forward_ad._current_level >= 0:
+            with _WITH_VIEWS():
+                transforms.refuse_tangents(flat)
         if memory.addressable(flat):
             return function(*values)
         given = list(values)
@@ -505,11 +524,11 @@ def below_autograd(kernel: Callable) -> Callable:
     run with them.
     """
 
-    def run(*values: Any) -> None:
+    def run(*values: Any) -> Any:
         if torch.is_grad_enabled():
             _warn_of_gradients(values)
         with torch._C._AutoDispatchBelowAutograd():
-            kernel(*values)
+            return kernel(*values)
 
     return run
 
@@ -583,6 +602,7 @@ def register_function(
     derivative: tuple[Callable, Callable] | None = None,
     devices: tuple[str, ...] = ("CPU", "CUDA"),
     flops: Callable | None = None,
+    refuses_transforms: bool = False,
 ) -> Callable:
     """Define `moe_ops::<name>`, an op outside the three families (router, training products).
 
@@ -592,17 +612,22 @@ def register_function(
         derivative: backward and setup_context, as torch.library.register_autograd takes them.
         devices: dispatch keys that run `function`.
         flops: its formula in `meta.flops`; None for an op without a matrix product.
+        refuses_transforms: see ops/transforms.py. Void ops must: torch neither differentiates nor
+            batches them, and drops derivatives without a word.
     """
-    LIB.define(name + signature)
+    op = _define(name, signature, refuses_transforms)
+    kernel = in_memory(function, name)
+    if derivative is None:
+        kernel = below_autograd(kernel)
     for device in devices:
-        LIB.impl(name, in_memory(function, name), device)
+        LIB.impl(name, kernel, device)
     torch.library.register_fake(f"moe_ops::{name}", fake_function, lib=LIB)
     if flops is not None:
         _count_flops(name, flops)
     if derivative is not None:
         backward, save = derivative
         torch.library.register_autograd(f"moe_ops::{name}", backward, setup_context=save, lib=LIB)
-    return getattr(torch.ops.moe_ops, name).default
+    return op
 
 
 def _no_part(weight: Tensor, name: str) -> Tensor:

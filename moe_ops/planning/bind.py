@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
-from moe_ops.ops import library
+from moe_ops.ops import library, transforms
 from moe_ops.ops.call import Call, refuse_lost
 from moe_ops.ops.library import current_device, dispatcher_is_idle
 from moe_ops.ops.memory import EMPTY_STRIDED, addressable
@@ -69,6 +69,7 @@ class BoundPlan:
         if direct and bound.kernel is not None:
             bound.kernel(*buffers, *values)
         else:
+            transforms.refuse_linearize()
             bound.op(*buffers, *values)
         return buffers[0]
 

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_ids, check_number, check_rank, check_tensor
 from moe_ops.kernels.launch import Lazy
-from moe_ops.ops.library import below_autograd, register_function
+from moe_ops.ops.library import register_function
 from moe_ops.ops.memory import refuse_lost
 from moe_ops.routing.methods import (
     RECIPES,
@@ -399,8 +399,7 @@ _ROUTE_OP = register_function(
     "(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor router_logits, "
     "Tensor? correction_bias, str scoring, bool renormalize, int num_expert_groups, "
     "int topk_groups, float scaling_factor) -> ()",
-    below_autograd(
-        Lazy("moe_ops.kernels.router.topk:route")
-    ),  # on the CPU under Triton's interpreter
+    Lazy("moe_ops.kernels.router.topk:route"),  # on the CPU under Triton's interpreter
     _fake,
+    refuses_transforms=True,
 )

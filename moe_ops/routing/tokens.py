@@ -19,7 +19,7 @@ from moe_ops.checks import autocasting, check_rank, check_tensor
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
 from moe_ops.meta.router import router_workspace
-from moe_ops.ops.library import below_autograd, register_function
+from moe_ops.ops.library import register_function
 from moe_ops.ops.memory import refuse_lost
 from moe_ops.routing.methods import RoutingMethod
 from moe_ops.routing.route import MAX_EXPERTS_FUSED, check_routing, route
@@ -245,9 +245,8 @@ _OP = register_function(
     "Tensor(d!) workspace, Tensor hidden_states, Tensor router_weight, Tensor? router_bias, "
     "Tensor? correction_bias, str scoring, bool renormalize, int num_expert_groups, "
     "int topk_groups, float scaling_factor) -> ()",
-    below_autograd(
-        Lazy("moe_ops.kernels.router.fused:route_tokens")
-    ),  # on the CPU under Triton's interpreter
+    Lazy("moe_ops.kernels.router.fused:route_tokens"),  # on the CPU under Triton's interpreter
     _fake,
     flops=flops.route_tokens,
+    refuses_transforms=True,
 )
