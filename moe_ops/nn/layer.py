@@ -234,6 +234,9 @@ class MoELayer(KeepsBuffers):
             self.register_buffer(name, value, persistent=False)
         self.register_load_state_dict_post_hook(_fill_buffers)
 
+    def extra_repr(self) -> str:
+        return f"top_k={self.top_k}, backend={self.backend}"
+
     @classmethod
     def from_config(
         cls,

@@ -467,6 +467,8 @@ def test_quantized_experts():
         quantized = moe_ops.quantize(weight, "fp8_w8a16:channel")
         setattr(layer.experts, name, nn.Parameter(quantized, requires_grad=False))
         getattr(reference.experts, name).data.copy_(quantized.dequantize())
+    assert f"top_k={layer.top_k}, backend={layer.backend}" in repr(layer)
+    assert "gate_up_proj and down_proj in fp8_w8a16:channel" in repr(layer)
     x = torch.randn(9, H)
     expected, _ = oracle(reference, x)
     with torch.no_grad():

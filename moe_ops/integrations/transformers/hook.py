@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from moe_ops.integrations.transformers import adapters, families, fp8
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.activations import HfModule
 from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.integrations.transformers.sizes import size_text
 from moe_ops.tensors.sharding import is_fsdp, local_part
 
 NAME = "moe_ops"
@@ -67,13 +70,6 @@ class AttachReport:
         return text
 
 
-def size_text(count: int) -> str:
-    """A number of bytes to three digits, as "14.6 GB"."""
-    rounded = int(float(f"{count:.3g}"))
-    power = (len(str(rounded)) - 1) // 3
-    return f"{rounded / 1000**power:g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
-
-
 def attach_layers(
     model: HfModule, options: Mapping[str, Any] = hf_activations.OPTIONS
 ) -> AttachReport:
@@ -117,6 +113,7 @@ def _attach_layer(layer: Layer, options: Mapping[str, Any]) -> LayerReport:
         path = family.path
     for option, value in (hf_activations.OPTIONS | dict(options)).items():
         setattr(owner, hf_activations.PREFIX + option, value)
+    owner.extra_repr = functools.partial(layer_repr, owner, module)  # survives copies and pickle
     operators, check = _check(layer)
     return LayerReport(
         layer.name,
@@ -165,6 +162,22 @@ def _activation_text(owner: nn.Module, activation: Activation | None) -> str:
         return f"{type(owner).__name__}'s own gate"
     limit = activation.limit
     return activation.name if limit > 1e38 else f"{activation.name} with limit {limit:g}"
+
+
+def layer_repr(owner: HfModule, module: HfModule) -> str:
+    """What print(model) says of the experts of a layer that was attached."""
+    own = type(owner).extra_repr(owner)
+    layer = layers_of.layer_of("", module)
+    elsewhere = layer is not None and layer.family is None
+    if layer is None or (elsewhere and module.config._experts_implementation != NAME):
+        return own
+    weights = [layer.weight(name) for name in layer.weights]
+    held = dict.fromkeys([str(getattr(w, "scheme", "") or w.dtype) for w in weights])
+    backend = hf_activations.options_of(owner)["backend"]
+    with suppress(Exception):  # of a backend that cannot run it where the model is now
+        backend = plan_text(layer) or backend
+    size = size_text(sum([w.nbytes for w in weights]))
+    return ", ".join(filter(None, (own, " and ".join(held), f"backend {backend}", size)))
 
 
 class _Recorder(TorchDispatchMode):

@@ -190,7 +190,7 @@ def snapshot(model: nn.Module, layers: list[Layer]) -> Callable[[], None]:
     for layer in layers:
         for module in (layer.module, layer.owner):
             ours = [PREFIX + name for name in OPTIONS]
-            objects[id(module)] = (module, ("forward", "_old_forward", *ours))
+            objects[id(module)] = (module, ("forward", "_old_forward", "extra_repr", *ours))
     configs = [getattr(module, "config", None) for module in model.modules()]
     while configs:
         config = configs.pop()

@@ -38,6 +38,7 @@ from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.config import METHOD, MoeOpsConfig
 from moe_ops.integrations.transformers.hook import attach_layers
 from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.integrations.transformers.sizes import element_bytes, quantized_bytes
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.ops.relayout import natural as in_natural_layout
 from moe_ops.schemes import get_scheme
@@ -376,11 +377,16 @@ class MoeOpsQuantizer(HfQuantizer):
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes of one element, for transformers' device maps."""
+        if param_name in self._stored:
+            entries = [self._opened.files.entries[t] for t in self._stored[param_name].values()]
+            return sum([entry.bytes for entry in entries]) / param.numel()
         weight = self._weights.get(param_name)
         scheme = self.quantization_config.scheme or (weight.scheme if weight else "")
         if param_name not in self._layers or not scheme:
-            return param.element_size()
-        return bytes_per_element(scheme)
+            return element_bytes(param)
+        layer, name = self._layers[param_name]
+        local = layer.natural_weight(name)
+        return quantized_bytes(scheme, local.shape, local.dtype) / layer.weight(name).numel()
 
     # --- after loading, and saving ------------------------------------------------------------
 
@@ -507,14 +513,6 @@ def flatten_natural(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], d
             transposed = t.weight_layout == TRANSPOSED
             natural[name] = t.transpose(-2, -1) if transposed else in_natural_layout(t)
     return flatten(natural)
-
-
-def bytes_per_element(scheme: str) -> float:
-    """Bytes that one weight takes, its share of the scales included."""
-    desc = get_scheme(scheme).quantized_weight
-    columns = desc.group.cols
-    scale = 1 if desc.is_mx or desc.scale_dtype == torch.float8_e4m3fn else 4
-    return desc.format.bits / 8 + (scale / columns / max(desc.group.rows, 1) if columns > 1 else 0)
 
 
 def check_scheme_fits(name: str, scheme: str, shape: tuple[int, int, int]) -> None:

@@ -17,7 +17,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 import moe_ops
 import moe_ops.integrations.transformers as integration
-from moe_ops.integrations.transformers import activations, hook
+from moe_ops.integrations.transformers import activations, hook, sizes
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.ops import relayout as relayout_module
 from tests.house.test_documents import run_python
@@ -152,8 +152,8 @@ def test_the_report_of_quantize_is_of_the_quantized_layers(family, monkeypatch):
     parts = [getattr(w, n) for w in weights for n in w.__tensor_flatten__()[0]]
     assert report.bytes_after == sum(t.numel() * t.element_size() for t in parts)
     assert report.bytes_before == plain_bytes // 2  # fp32
-    sizes = f"{hook.size_text(report.bytes_before)} -> {hook.size_text(report.bytes_after)}"
-    assert str(report).startswith(f"experts quantized to int4_w4a16:g32: {sizes}, error 0.")
+    text = f"{sizes.size_text(report.bytes_before)} -> {sizes.size_text(report.bytes_after)}"
+    assert str(report).startswith(f"experts quantized to int4_w4a16:g32: {text}, error 0.")
 
 
 @pytest.mark.parametrize("fails", [4, 5])
@@ -174,15 +174,6 @@ def test_a_layer_that_fails_is_reported_and_the_whole_model_quantized(fails, mon
     for layer in layers_of.find(model):
         assert layer.weight("gate_up_proj").scheme == "fp8_channel"
     assert model.config.quantization_config.scheme == "fp8_channel"
-
-
-@pytest.mark.parametrize(
-    "count, text",
-    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB"),
-     (56_623_104_000, "56.6 GB")],
-)  # fmt: skip
-def test_sizes_are_said_to_three_digits(count, text):
-    assert hook.size_text(count) == text
 
 
 @pytest.mark.slow
