@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.schemes import get_scheme
 from moe_ops.tensors.base import ExpertTensor
-from moe_ops.tensors.checks import checked_activation_scale, checked_parts
+from moe_ops.tensors.checks import HIGH_PRECISION, checked_activation_scale, checked_parts
 from moe_ops.tensors.formats import (
     Float8ExpertTensor,
     Int4ExpertTensor,
@@ -85,12 +86,45 @@ def flatten(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return tensors, metadata
 
 
+def _attributes(key: str, text: str) -> dict[str, Any]:
+    """What the metadata say of a weight; ValueError, naming their key, if they are damaged."""
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"metadata {key!r} must be JSON, got a damaged one: {error}") from error
+    names = {"class", *ExpertTensor.tensor_attribute_names}
+    if not isinstance(said, dict) or said.keys() != names or not _all_texts(said):
+        raise ValueError(
+            f"metadata {key!r} must be an object of the strings {sorted(names)}, got {text[:200]}"
+        )
+    dtype = getattr(torch, said["dtype"], None)
+    if dtype not in HIGH_PRECISION:
+        raise ValueError(
+            f"dtype of metadata {key!r} must be one of {HIGH_PRECISION}, got "
+            f"{said['dtype'][:80]!r}"
+        )
+    return said | {"dtype": dtype}
+
+
+def _all_texts(said: dict) -> bool:
+    return all(isinstance(value, str) for value in said.values())
+
+
 def _checked(name: str, parts: dict[str, Tensor], attributes: dict) -> dict[str, Tensor]:
     """The parts, as `from_quantized` takes those of all experts in their natural layout;
     ValueError, naming the weight, else.
     """
-    if attributes["weight_layout"] or parts["qdata"].dim() != 3:
+    dims, layout = parts["qdata"].dim(), attributes["weight_layout"]
+    if layout in ("", TRANSPOSED) and dims not in (2, 3):
+        raise ValueError(
+            f"{name}: qdata must have 2 or 3 dimensions, got shape {tuple(parts['qdata'].shape)}"
+        )
+    if layout:
         return parts
+    if dims == 2:  # of one expert
+        own = {part: t for part, t in parts.items() if part != "activation_scale"}
+        one = _checked(name, {part: t.unsqueeze(0) for part, t in own.items()}, attributes)
+        return parts | {part: one[part].squeeze(0) for part in own}
     scheme = get_scheme(attributes["scheme"])
     try:
         of_activations = checked_activation_scale(
@@ -106,16 +140,16 @@ def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> di
     """The inverse of ``flatten``; metadata entries of others are ignored.
 
     Raises:
-        ValueError: if the metadata name a class that is not ours, or a tensor is missing, or if
-            they say nothing of a weight's elements; if the tensors of a weight are not what
-            ``from_quantized`` takes.
+        ValueError: if the metadata are damaged or name a class that is not ours, or a tensor is
+            missing, or if they say nothing of a weight's elements; if the tensors of a weight are
+            not what ``from_quantized`` takes.
     """
     state_dict = dict(tensors)
     for key, text in (metadata or {}).items():
         if not key.startswith(_PREFIX):
             continue
         name = key.removeprefix(_PREFIX)
-        attributes = json.loads(text)
+        attributes = _attributes(key, text)
         cls = class_named(attributes.pop("class"))
         parts: dict = {}
         for part in (*cls.tensor_data_names, *cls.optional_tensor_data_names):
@@ -125,7 +159,6 @@ def unflatten(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> di
                 raise ValueError(
                     f"tensors must have {name + '.' + part!r}, which the metadata name"
                 )
-        attributes["dtype"] = getattr(torch, attributes["dtype"])
         checked: dict[str, Any] = {**_checked(name, parts, attributes), **attributes}
         state_dict[name] = cls(**checked)
     for key in state_dict:

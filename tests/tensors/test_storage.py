@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import subprocess
 import sys
 
@@ -239,8 +240,26 @@ def test_safetensors_refuses_what_it_cannot_restore():
     tensors, metadata = flatten({"w": q})
     with pytest.raises(ValueError, match=r"w\.qdata"):
         unflatten({"w.scale": tensors["w.scale"]}, metadata)
+    said = json.loads(metadata["moe_ops:w"])
     with pytest.raises(ValueError, match="must be one of .*got 'os.system'"):
-        unflatten(tensors, {"moe_ops:w": '{"class": "os.system"}'})
+        unflatten(tensors, {"moe_ops:w": json.dumps(said | {"class": "os.system"})})
+    for damaged in (
+        *("{", "[" * 100_000, "5", "[]", "{}", said | {"x": ""}, said | {"scheme": 5}),
+        *(said | {"dtype": "nn"}, said | {"dtype": "int8"}, said | {"weight_layout": None}),
+        *({name: value for name, value in said.items() if name != gone} for gone in said),
+    ):
+        text = damaged if isinstance(damaged, str) else json.dumps(damaged)
+        with pytest.raises(ValueError, match="metadata 'moe_ops:w' must be"):
+            unflatten(tensors, {"moe_ops:w": text})
+    with pytest.raises(
+        ValueError, match=r"w: qdata must have 2 or 3 dimensions, got shape \(\d+,\)"
+    ):
+        unflatten(tensors | {"w.qdata": q.qdata.view(-1)}, metadata)
+    tensors, metadata = flatten({"w": q[0]})
+    assert same(unflatten(tensors, metadata)["w"], q[0])
+    with pytest.raises(ValueError, match="w: scale must have shape"):
+        unflatten(tensors | {"w.scale": q.scale[0, :1]}, metadata)
+    tensors, metadata = flatten({"w": q})
     for nothing in (None, {}, {"format": "pt"}):
         with pytest.raises(ValueError, match="metadata must say what 'w.qdata' belongs to"):
             unflatten(tensors, nothing)

@@ -29,8 +29,16 @@ class Matrix:
     batch: tuple[int, ...] = ()  # leading dimensions, (E,) of a stack
 
 
-def shape_of(tensors: dict, role: str) -> tuple[int, ...]:
-    return tuple(tensors[role].shape)
+def shape_of(tensors: dict, role: str, *dims: int) -> tuple[int, ...]:
+    """The shape of a tensor; ValueError unless it has one of these numbers of dimensions, if they
+    are given.
+    """
+    shape = tuple(tensors[role].shape)
+    if dims and len(shape) not in dims:
+        raise ValueError(
+            f"{role} must have {' or '.join(map(str, dims))} dimensions, got shape {shape}"
+        )
+    return shape
 
 
 def require(tensors: dict, role: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
@@ -49,7 +57,7 @@ def check_weights(config: Config, **expected: tuple) -> None:
         if args.get(name) is not None and args[name] not in allowed:
             raise ValueError(
                 f"{name} of weights must be {' or '.join(map(str, allowed))}, as the tensors are, "
-                f"got {args[name]!r}"
+                f"got {shown(args[name])}"
             )
 
 
@@ -111,7 +119,7 @@ def scheme_of(
     if asked not in schemes:
         known = " or ".join(repr(name) if name else "null" for name in schemes)
         raise ValueError(
-            f"input_activations must be {known} beside {weights}, got {asked or 'null'!r}"
+            f"input_activations must be {known} beside {weights}, got {shown(asked or 'null')}"
         )
     scheme, needed = schemes[asked], asked.endswith(("static", "local"))
     if input_scale and needed != (input_scale in tensors):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
-from moe_ops.integrations.checkpoints.common import Config
+from moe_ops.integrations.checkpoints.common import Config, shown
 
 _REMEDY = (
     "; if no weight depends on it, leave it out of config.json or of "
@@ -43,6 +44,39 @@ _SILENT = " ".join(
 )
 
 
+class Kind(NamedTuple):
+    """What the value of a field is, if it is not null."""
+
+    name: str
+    holds: Callable[[Any], bool]
+
+
+def _all(values: Iterable, kind: type | tuple[type, ...]) -> bool:
+    return all(isinstance(value, kind) for value in values)
+
+
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+BOOLEAN = Kind("true or false", lambda value: isinstance(value, bool))
+WORD = Kind("a string, true or false", lambda value: isinstance(value, (str, bool)))
+INTEGER = Kind("an integer", lambda value: type(value) is int)
+INTEGERS = Kind("a list of integers", lambda value: isinstance(value, list) and _all(value, int))
+SHAPE = Kind("a list or a string", lambda value: isinstance(value, (list, str)))
+TEXTS = Kind("a list of strings", lambda value: isinstance(value, list) and _all(value, str))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+OBJECTS = Kind(
+    "an object of objects",
+    lambda value: isinstance(value, dict) and _all(value.values(), (dict, NoneType)),
+)
+LIST = Kind("a list of objects", lambda value: isinstance(value, list) and _all(value, dict))
+
+
+def checked(value: Any, kind: Kind, where: str) -> Any:
+    """A value that must be null or of a kind, which ValueError says of the field ``where``."""
+    if value is not None and not kind.holds(value):
+        raise ValueError(f"{where} must be {kind.name}, got {shown(value)}")
+    return value
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """The fields of one quant_method.
@@ -52,14 +86,14 @@ class Family:
     raises ValueError for what it cannot follow.
     """
 
-    used: str
+    used: dict[str, Kind]
     fixed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     silent: str = _SILENT
     resolve: Callable[[Config, str], Config] = lambda config, module: config
 
     @cached_property
     def known(self) -> set[str]:
-        return {*self.used.split(), *self.silent.split(), *self.fixed}
+        return {*self.used, *self.silent.split(), *self.fixed}
 
 
 def config_for(config: Config, module: str) -> Config:
@@ -81,19 +115,23 @@ def config_for(config: Config, module: str) -> Config:
         return {}
     family = _family_of(config)
     _check_fields(config, family, "quantization_config")
-    return family.resolve(config, module)
+    said = {name: value for name, value in config.items() if name in family.known}
+    return family.resolve(said | {"quant_method": config.get("quant_method")}, module)
 
 
 def check_transforms(config: Config) -> None:
     """Raise ValueError if activations must be rotated, of plain weights too."""
-    groups = (config.get("transform_config") or {}).get("config_groups") or {}
-    for name, group in groups.items():
-        for applied in group.get("apply") or []:
+    transforms = checked(config.get("transform_config"), OBJECT, "transform_config") or {}
+    where = "config_groups of transform_config"
+    for name, group in (checked(transforms.get("config_groups"), OBJECTS, where) or {}).items():
+        applications = (group or {}).get("apply")
+        for applied in checked(applications, LIST, f"apply of {name!r} of {where}") or []:
             if applied.get("location") not in ("weight_input", "weight_output"):
                 raise ValueError(
                     f"transform_config must change weights alone, got {name!r} "
-                    f"({group.get('type')}) at location {applied.get('location')!r}, which every "
-                    "call would have to apply to activations; moe_ops has no such transforms"
+                    f"({shown(group.get('type'))}) at location {shown(applied.get('location'))}, "
+                    "which every call would have to apply to activations; moe_ops has no such "
+                    "transforms"
                 )
 
 
@@ -107,38 +145,49 @@ def _family_of(config: Config) -> Family:
     if found is None:
         raise ValueError(
             f"quant_method must be one of {', '.join(map(repr, FAMILIES))} to use quantized "
-            f"weights, got {method!r} with {', '.join(config)}{_REMEDY}"
+            f"weights, got {shown(method)} with {', '.join(map(str, config))}{_REMEDY}"
         )
     return found
 
 
 def _check_fields(config: Config, family: Family, where: str) -> None:
-    known = family.known
     for name, value in config.items():
         if name == "quant_method":
             continue
-        if name in family.fixed:
+        if name in family.used:
+            checked(value, family.used[name], f"{name} of {where}")
+        elif name in family.fixed:
             allowed = family.fixed[name]
             value = value.lower() if isinstance(value, str) else value
             if value is not None and value not in allowed:
                 raise ValueError(
                     f"{name} of {where} must be {' or '.join(map(repr, allowed))}, got "
-                    f"{config[name]!r}"
+                    f"{shown(config[name])}"
                 )
-        elif name not in known and value not in (None, "", [], {}):
+        elif name not in family.known and value not in (None, "", [], {}):
             raise ValueError(
-                f"{name} of {where} must be a field that moe_ops knows, got {value!r}{_REMEDY}"
+                f"{name} of {where} must be a field that moe_ops knows, got {shown(value)}"
+                f"{_REMEDY}"
             )
 
 
 # --- compressed-tensors -----------------------------------------------------------------------
 
 _ARGS = Family(
-    used="num_bits type symmetric group_size strategy block_structure dynamic actorder",
+    used={
+        **dict.fromkeys(("num_bits", "group_size"), INTEGER),
+        **dict.fromkeys(("type", "strategy"), TEXT),
+        **dict.fromkeys(("dynamic", "actorder"), WORD),
+        "symmetric": BOOLEAN,
+        "block_structure": SHAPE,
+    },
     silent="observer observer_kwargs scale_dtype zp_dtype",  # stored tensors have their dtypes
 )
 _GROUP = Family(
-    used="targets weights input_activations output_activations",
+    used={
+        "targets": TEXTS,
+        **dict.fromkeys(("weights", "input_activations", "output_activations"), OBJECT),
+    },
     fixed={
         "format": (
             "dense",
@@ -160,10 +209,20 @@ def _classes(module: str) -> tuple[str, ...]:
     return ("Embedding" if "embed" in module.rpartition(".")[2] else "Linear", "Module")
 
 
-def _is_match(module: str, target: str) -> bool:
+def _finds(search: Callable, pattern: str, module: str, where: str) -> bool:
+    """Whether ``search``, re.match or re.search, finds a pattern of the field ``where``."""
+    try:
+        return search(pattern, module) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"{where} must have regular expressions, got {shown(pattern)}: {error}"
+        ) from error
+
+
+def _is_match(module: str, target: str, where: str) -> bool:
     """compressed-tensors' match_name: the whole name, or a regular expression from its start."""
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
+        return _finds(re.match, target.removeprefix("re:"), module, where)
     return target == module
 
 
@@ -180,10 +239,12 @@ def _compressed_tensors(config: Config, module: str) -> Config:
     if form != "dense" or method != "prune":
         raise ValueError(
             "sparsity_config and moe_sparsity_config must leave the experts dense, got format "
-            f"{form!r} and method {method!r}"
+            f"{shown(form)} and method {shown(method)}"
         )
     for target in config.get("ignore") or []:
-        if _is_match(module, target) or target in _classes(module):
+        if _is_match(module, target, "ignore of quantization_config") or target in _classes(
+            module
+        ):
             raise ValueError(
                 f"ignore of quantization_config must not name {module}, whose tensors are "
                 f"quantized, got {target!r}"
@@ -192,18 +253,19 @@ def _compressed_tensors(config: Config, module: str) -> Config:
     for name, group in (config.get("config_groups") or {}).items():
         if not isinstance(group, dict):
             raise ValueError(
-                f"config_groups[{name!r}] must describe weights and activations, got {group!r}; "
-                "write out the preset"
+                f"config_groups[{name!r}] must describe weights and activations, got "
+                f"{shown(group)}; write out the preset"
             )
-        groups |= {target: name for target in group.get("targets") or []}
+        targets = checked(group.get("targets"), TEXTS, f"targets of config_groups[{name!r}]")
+        groups |= dict.fromkeys(targets or [], name)
     ordered = sorted(groups, key=lambda target: ("re:" in target, target))
-    found = [t for t in ordered if _is_match(module, t)] + [
+    found = [t for t in ordered if _is_match(module, t, "targets of config_groups")] + [
         t for t in ordered if t in _classes(module)
     ]
     if not found:
         raise ValueError(
             f"config_groups must have a group for {module}, whose tensors are quantized, got "
-            f"targets {', '.join(map(repr, ordered)) or 'of none'}"
+            f"targets {', '.join(map(shown, ordered)) or 'of none'}"
         )
     name = groups[found[0]]
     return config | _check_group(config["config_groups"][name], f"config_groups[{name!r}]")
@@ -218,12 +280,13 @@ def _check_group(group: Config, where: str) -> Config:
         raise ValueError(f"weights of {where} must say how they are quantized, got null")
     if group["weights"].get("dynamic"):
         raise ValueError(
-            f"dynamic of weights of {where} must be False, got {group['weights']['dynamic']!r}"
+            f"dynamic of weights of {where} must be False, got "
+            f"{shown(group['weights']['dynamic'])}"
         )
     if group.get("output_activations"):
         raise ValueError(
             f"output_activations of {where} must be null: moe_ops does not quantize what a matrix "
-            f"product returns, got {group['output_activations']}"
+            f"product returns, got {shown(group['output_activations'])}"
         )
     return group
 
@@ -273,7 +336,7 @@ def _modelopt(config: Config, module: str) -> Config:
     if str(algorithm).upper() == "MIXED_PRECISION":
         layers = config.get("quantized_layers") or {}
         names = [module.rsplit(".", i)[0] for i in range(module.count(".") + 1)]
-        name = next((name for name in names if name in layers), None)
+        name = next((name for name in names if layers.get(name) is not None), None)
         if name is None:
             raise ValueError(
                 f"quantized_layers must name {module}, whose tensors are quantized, got "
@@ -286,7 +349,7 @@ def _modelopt(config: Config, module: str) -> Config:
     if found is None:
         raise ValueError(
             f"quant_algo of {module} must be one of {', '.join(map(repr, _ALGORITHMS))}, got "
-            f"{algorithm!r}{_REMEDY}"
+            f"{shown(algorithm)}{_REMEDY}"
         )
     size = found[0].get("group_size")
     if config.get("group_size") not in (None, 0, size):
@@ -306,8 +369,9 @@ def _gptq(config: Config, module: str) -> Config:
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
     dynamic = config.get("dynamic") or {}
     for pattern in sorted(dynamic, key=lambda pattern: not pattern.startswith("-")):
-        changed = dynamic[pattern]
-        if not re.match(pattern[2:] if pattern[:2] in ("+:", "-:") else pattern, module):
+        changed = dynamic[pattern] or {}
+        expression = pattern[2:] if pattern[:2] in ("+:", "-:") else pattern
+        if not _finds(re.match, expression, module, "dynamic of quantization_config"):
             continue
         if pattern.startswith("-:"):
             raise ValueError(
@@ -325,8 +389,13 @@ def _auto_round(config: Config, module: str) -> Config:
     whole names or by regular expressions, which have characters that no name has.
     """
     extra = config.get("extra_config") or {}
-    patterns = (p for p in extra if set(p) & set("*+?^$()[]{}|\\") and re.search(p, module))
-    changed: Config = extra.get(module) or extra.get(next(patterns, ""), {})
+    where = "extra_config of quantization_config"
+    patterns = (
+        pattern
+        for pattern in extra
+        if set(pattern) & set("*+?^$()[]{}|\\") and _finds(re.search, pattern, module, where)
+    )
+    changed: Config = extra.get(module) or extra.get(next(patterns, "")) or {}
     _check_fields(changed, AUTO_ROUND, f"extra_config of {module}")
     config = config | changed
     packing = str(config.get("packing_format", "auto_round:auto_gptq")).lower()
@@ -336,12 +405,20 @@ def _auto_round(config: Config, module: str) -> Config:
 _INTEGERS = {"pack_dtype": ("int32",), "is_marlin_format": (False,)}
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 GPTQ = Family(
-    used="bits group_size desc_act sym dynamic",
+    used={
+        **dict.fromkeys(("bits", "group_size"), INTEGER),
+        **dict.fromkeys(("desc_act", "sym"), BOOLEAN),
+        "dynamic": OBJECTS,
+    },
     fixed=_INTEGERS | {"checkpoint_format": _GPTQ_FORMATS, "format": _GPTQ_FORMATS},
     resolve=_gptq,
 )
 AUTO_ROUND = Family(
-    used="bits group_size sym extra_config",
+    used={
+        **dict.fromkeys(("bits", "group_size"), INTEGER),
+        "sym": BOOLEAN,
+        "extra_config": OBJECTS,
+    },
     fixed={
         "packing_format": (
             "auto_round:auto_gptq",
@@ -360,22 +437,29 @@ AUTO_ROUND = Family(
     resolve=_auto_round,
 )
 MODELOPT = Family(
-    used="""
-        quant_algo group_size config_groups ignore exclude_modules quantized_layers quantization
-        transform_config
-    """,
+    used={
+        "quant_algo": TEXT,
+        "group_size": INTEGER,
+        **dict.fromkeys(("ignore", "exclude_modules"), TEXTS),
+        **dict.fromkeys(("config_groups", "quantization", "transform_config"), OBJECT),
+        "quantized_layers": OBJECTS,
+    },
     fixed={"has_zero_point": (False,)},
     silent=f"{_SILENT} pre_quant_scale",  # a tensor of that name tells
     resolve=_modelopt,
 )
 FAMILIES = {
     "fp8": Family(
-        used="activation_scheme weight_block_size scale_fmt",
+        used={"activation_scheme": TEXT, "weight_block_size": INTEGERS, "scale_fmt": TEXT},
         fixed={"fmt": ("e4m3", "float8_e4m3fn"), "expert_dtype": ("fp8", "fp4")},
     ),
-    "mxfp4": Family(used=""),
+    "mxfp4": Family(used={}),
     "compressed-tensors": Family(
-        used="config_groups ignore transform_config sparsity_config moe_sparsity_config",
+        used={
+            "ignore": TEXTS,
+            **dict.fromkeys(("config_groups", "transform_config"), OBJECT),
+            **dict.fromkeys(("sparsity_config", "moe_sparsity_config"), OBJECT),
+        },
         fixed={"format": (*_GROUP.fixed["format"], "mixed-precision")},
         silent=f"{_SILENT} version",
         resolve=_compressed_tensors,
@@ -386,7 +470,7 @@ FAMILIES = {
     "modelopt_mixed": MODELOPT,
     "gptq": GPTQ,
     "awq": Family(
-        used="bits w_bit group_size q_group_size",
+        used=dict.fromkeys(("bits", "w_bit", "group_size", "q_group_size"), INTEGER),
         fixed=_INTEGERS
         | {
             "version": ("gemm",),

@@ -10,7 +10,7 @@ Dimensions: E experts, N rows, K columns; I rows of gate and of up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_ops import environment
 from moe_ops.integrations.checkpoints import files, floats
-from moe_ops.integrations.checkpoints.common import VALUES_ONLY
+from moe_ops.integrations.checkpoints.common import VALUES_ONLY, shape_of
 from moe_ops.integrations.checkpoints.configs import check_transforms, config_for
 from moe_ops.integrations.checkpoints.formats import ALIASES, ROLES, Format, Matrix, format_of
 from moe_ops.schemes import QuantScheme, get_scheme
@@ -82,8 +82,12 @@ class Checkpoint:
         self.files = files.TensorFiles(path)
         folder = self.files.files[0].parent
         self._count = files.number_of_experts(folder) if self.files.is_whole else None
+        self._said_in = ""
         if quantization_config is None:
-            quantization_config = files.quantization_config(folder)
+            quantization_config, file = files.quantization_config(folder)
+            self._said_in = f"{file}: "
+        if not isinstance(quantization_config, dict):
+            raise ValueError(f"quantization_config must be a dict, got {quantization_config!r}")
         self.config = quantization_config
 
     def expert_weight(
@@ -150,7 +154,8 @@ class Checkpoint:
         routed = experts.endswith(".experts") and single[0]
         if self._count and routed and len(routed) < self._count:
             raise ValueError(
-                f"{name} must have {self._count} experts, as config.json says, got experts 0 to "
+                f"{name} must have {self._count} experts, as "
+                f"{self.files.files[0].parent / 'config.json'} says, got experts 0 to "
                 f"{len(single[0]) - 1}; download the files of the others"
             )
         return self.plan(name, sources)
@@ -355,19 +360,27 @@ class Checkpoint:
                 )
         entries = {role: self.files.entries[tensor] for role, tensor in source.items()}
         form = format_of(entries, self._where(source))
-        if form is None:
-            check_transforms(self.config)
-            *batch, rows, columns = entries["weight"].shape
-            return None, Matrix("", rows, columns, tuple(batch))
         try:
+            if form is None:
+                self._said(check_transforms)
+                dims = () if values_only and len(entries["weight"].shape) > 1 else (2, 3)
+                *batch, rows, columns = shape_of(entries, "weight", *dims)
+                return None, Matrix("", rows, columns, tuple(batch))
             return form, form.describe(entries, self._config(source, values_only))
         except ValueError as error:
             raise ValueError(f"{self._where(source)}: {error}") from error
 
     def _config(self, source: Source, values_only: bool) -> dict[str, Any]:
         role, tensor = next(iter(source.items()))
-        config = config_for(self.config, module_of(tensor, role))
+        config = self._said(config_for, module_of(tensor, role))
         return config | {VALUES_ONLY: True} if values_only else config
+
+    def _said(self, function: Callable, *arguments: str) -> Any:
+        """What a function finds in the quantization_config; its errors name the file."""
+        try:
+            return function(self.config, *arguments)
+        except ValueError as error:
+            raise ValueError(f"{self._said_in}{error}") from error
 
     def _read(
         self, source: Source, device: Any, weight: Weight | None = None

@@ -214,7 +214,7 @@ def _check_numbers(files: list[Path]) -> None:
 def number_of_experts(folder: Path) -> int | None:
     """How many experts a layer has, as config.json says; None where it says nothing certain."""
     config = read_object(folder / "config.json")
-    if quantization_config(folder).get("moe_sparsity_config"):
+    if quantization_config(folder)[0].get("moe_sparsity_config"):
         return None  # another number in each layer
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     said = {c[name] for c in _parts(config) for name in names if isinstance(c.get(name), int)}
@@ -233,19 +233,28 @@ def _parts(config: dict) -> Iterable[dict]:
     return parts
 
 
-def quantization_config(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's own files say of its quantization; {} where they say nothing.
+def quantization_config(folder: Path) -> tuple[dict[str, Any], Path]:
+    """What a checkpoint's own files say of its quantization, {} where they say nothing; and the
+    file that says it.
 
     It stands in config.json, of multimodal models in that of a part such as text_config, or in a
     file of the library that quantized: ModelOpt's hf_quant_config.json, AutoGPTQ's
     quantize_config.json, AutoAWQ's quant_config.json.
     """
-    for part in _parts(read_object(folder / "config.json")):
+    file = folder / "config.json"
+    for part in _parts(read_object(file)):
         for name in _CONFIGS:
             if part.get(name):
-                return part[name]
-    for name, method in _OTHER_FILES.items():
-        found = read_object(folder / name)
+                return _object(part[name], f"{name} of {file}"), file
+    for other, method in _OTHER_FILES.items():
+        found = read_object(folder / other)
         if found:
-            return {"quant_method": method} | found.get("quantization", found)
-    return {}
+            said = _object(found.get("quantization", found), f"quantization of {folder / other}")
+            return {"quant_method": method} | said, folder / other
+    return {}, file
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object, got {shown(value)}")
+    return value

@@ -19,6 +19,7 @@ from moe_ops.integrations.checkpoints.common import (
     require,
     scheme_of,
     shape_of,
+    shown,
 )
 
 # --- weight_scale_inv: DeepSeek, Qwen3-FP8 and transformers' own FP8 quantizer ----------------
@@ -28,12 +29,12 @@ def describe_scale_inv(t: dict, config: Config) -> Matrix:
     """e4m3 with a scale for each 128 x 128; e4m3 or pairs of e2m1 with e8m0 scales for each 32 of
     a row.
     """
-    *batch, n, k = shape_of(t, "weight")
+    *batch, n, k = shape_of(t, "weight", 2, 3)
     is_fp4 = t["weight"].dtype == torch.int8
     k *= 2 if is_fp4 else 1
     if config.get("activation_scheme", "dynamic") != "dynamic":
         raise ValueError(
-            f"activation_scheme must be 'dynamic', got {config['activation_scheme']!r}"
+            f"activation_scheme must be 'dynamic', got {shown(config['activation_scheme'])}"
         )
     powers_of_two = t["weight_scale_inv"].dtype in (torch.float8_e8m0fnu, torch.uint8)
     if is_fp4 or (powers_of_two and shape_of(t, "weight_scale_inv") == (*batch, n, k // 32)):
@@ -93,7 +94,7 @@ def describe_scaled(t: dict, config: Config) -> Matrix:
     """float-quantized (e4m3), int-quantized (int8): a scale for a row, a matrix, a 128 x 128 block
     of fp8 or 32 elements of a row (e8m0).
     """
-    *batch, n, k = shape_of(t, "weight")
+    *batch, n, k = shape_of(t, "weight", 2, 3)
     element, schemes = ("int8", _INT8_SCALES) if _is_int8(t) else ("float8", _FP8)
     shared = _shared_by(t, config)
     if shared not in schemes:
@@ -132,7 +133,7 @@ def _is_int8(t: dict) -> bool:
 
 def _shared_by(t: dict, config: Config) -> str:
     """What shares a scale, by the scales' shape and dtype; "" for a shape that has no meaning."""
-    *batch, n, k = shape_of(t, "weight")
+    *batch, n, k = shape_of(t, "weight", 2, 3)
     scale = shape_of(t, "weight_scale")
     if t["weight_scale"].dtype in (torch.float8_e8m0fnu, torch.uint8):
         return "group" if scale == (*batch, n, k // 32) and k % 32 == 0 else ""
@@ -180,7 +181,7 @@ def describe_nvfp4(t: dict, config: Config) -> Matrix:
     if "weight_packed" not in t:
         names = ("weight", "weight_scale_2", "input_scale")
     qdata, global_scale, input_scale = names
-    *batch, n, k = shape_of(t, qdata)
+    *batch, n, k = shape_of(t, qdata, 2, 3)
     k *= 2
     require(t, qdata, (*batch, n, k // 2), torch.uint8)
     require(t, "weight_scale", (*batch, n, k // 16), torch.float8_e4m3fn)
@@ -226,7 +227,7 @@ def activation_scale(role: str, value: Tensor) -> Tensor:
 
 
 def describe_blocks(t: dict, config: Config) -> Matrix:
-    *batch, n, groups, half = shape_of(t, "blocks")
+    *batch, n, groups, half = shape_of(t, "blocks", 3, 4)
     require(t, "blocks", (*batch, n, groups, 16), torch.uint8)
     require(t, "scales", (*batch, n, groups), torch.uint8)
     return Matrix("mxfp4_w4a16", n, groups * 32, tuple(batch))
@@ -245,7 +246,7 @@ _MXFP4 = {
 
 
 def describe_mxfp4(t: dict, config: Config) -> Matrix:
-    *batch, n, half = shape_of(t, "weight_packed")
+    *batch, n, half = shape_of(t, "weight_packed", 2, 3)
     k = half * 2
     require(t, "weight_packed", (*batch, n, half), torch.uint8)
     require(t, "weight_scale", (*batch, n, k // 32), torch.uint8, torch.float8_e8m0fnu)

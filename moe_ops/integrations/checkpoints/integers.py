@@ -19,6 +19,7 @@ from moe_ops.integrations.checkpoints.common import (
     require,
     scheme_of,
     shape_of,
+    shown,
 )
 from moe_ops.integrations.checkpoints.packings import AWQ_ORDER, pack_nibbles, unpack_int32
 
@@ -55,10 +56,10 @@ def describe_packed(t: dict, config: Config) -> Matrix:
     if "weight_g_idx" in t or args.get("actorder") in ("group", "dynamic", True):
         raise ValueError(_ACT_ORDER.format("actorder"))
     check_weights(config, type=("int",), strategy=("group", "channel"))
-    *batch, n, words = shape_of(t, "weight_packed")
+    *batch, n, words = shape_of(t, "weight_packed", 2, 3)
     k = words * 32 // bits
     require(t, "weight_packed", (*batch, n, words), torch.int32)
-    groups = shape_of(t, "weight_scale")[-1]
+    groups = shape_of(t, "weight_scale", 2, 3)[-1]
     require(t, "weight_scale", (*batch, n, groups), *FLOATS)
     size = args.get("group_size") if args.get("strategy", "group") == "group" else -1
     zp = ""
@@ -99,9 +100,9 @@ def describe_gptq(t: dict, config: Config) -> Matrix:
         raise ValueError(f"bits must be 4 or 8, got {bits}")
     if config.get("desc_act"):
         raise ValueError(_ACT_ORDER.format("desc_act (act-order)"))
-    words, n = shape_of(t, "qweight")
+    words, n = shape_of(t, "qweight", 2)
     k = words * 32 // bits
-    groups = shape_of(t, "scales")[0]
+    groups = shape_of(t, "scales", 2)[0]
     variant = group_variant(k, groups, config.get("group_size"), (32, 64, 128))
     require(t, "qweight", (words, n), torch.int32)
     require(t, "scales", (groups, n), *FLOATS)
@@ -141,10 +142,10 @@ def describe_awq(t: dict, config: Config) -> Matrix:
     if bits != 4:
         raise ValueError(f"bits must be 4 for AWQ, got {bits}")
     if version != "gemm":
-        raise ValueError(f"version must be 'gemm', whose packing is known, got {version!r}")
-    k, words = shape_of(t, "qweight")
+        raise ValueError(f"version must be 'gemm', whose packing is known, got {shown(version)}")
+    k, words = shape_of(t, "qweight", 2)
     n = words * 8
-    groups = shape_of(t, "scales")[0]
+    groups = shape_of(t, "scales", 2)[0]
     require(t, "qweight", (k, words), torch.int32)
     require(t, "scales", (groups, n), *FLOATS)
     require(t, "qzeros", (groups, words), torch.int32)
@@ -171,4 +172,4 @@ def _is_awq(t: dict, config: Config) -> bool:
     method = config.get("quant_method")
     if method in ("gptq", "awq"):
         return method == "awq"
-    return "g_idx" not in t and shape_of(t, "qweight")[1] * 8 == shape_of(t, "scales")[1]
+    return "g_idx" not in t and shape_of(t, "qweight", 2)[1] * 8 == shape_of(t, "scales", 2)[1]

@@ -47,6 +47,17 @@ class MoeOpsConfig(QuantizationConfigMixin):
         self.scheme = None if scheme is None else scheme.name
         self.backend = backend
 
+    @classmethod
+    def from_dict(cls, config_dict: dict, *args: Any, **kwargs: Any) -> Any:
+        """As transformers calls it with what config.json says."""
+        unknown = sorted(map(str, config_dict.keys() - {"scheme", "backend", "quant_method"}))
+        if unknown:
+            raise ValueError(
+                "quantization_config of moe_ops must have scheme, backend and quant_method alone, "
+                f"got {', '.join(unknown)}; was it saved by a newer version?"
+            )
+        return super().from_dict(config_dict, *args, **kwargs)
+
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_dict().items() if name != "of_file"}
 

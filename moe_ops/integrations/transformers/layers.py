@@ -87,8 +87,8 @@ class Layer:
         found = found or getattr(config, "top_k_experts", 1)
         if isinstance(found, int):
             return found
-        number = re.search(r"\d+", self.name)
-        return found[int(number[0])] if number else max(found)
+        numbers = [int(part) for part in self.name.split(".") if part.isdigit()]
+        return found[numbers[0]] if numbers and numbers[0] < len(found) else max(found)
 
     def natural_weight(self, name: str) -> Tensor:
         """A weight as (E, rows, columns), a view, of the experts that this process holds."""

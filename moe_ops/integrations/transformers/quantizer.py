@@ -8,7 +8,6 @@ checkpoints to the dtype of the parameter they are meant for.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from moe_ops.integrations.checkpoints.experts import (
     scheme_for,
 )
 from moe_ops.integrations.checkpoints.formats import ROLES, why_refused
+from moe_ops.integrations.checkpoints.json_files import parse_object
 from moe_ops.integrations.transformers import conversions
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.config import METHOD, MoeOpsConfig
@@ -109,9 +109,9 @@ class MoeOpsQuantizer(HfQuantizer):
                 "moe_ops.integrations.transformers.quantize"
             )
         _check_index(Path(checkpoint_files[0]))
-        config = files.quantization_config(Path(checkpoint_files[0]).parent)
+        config, _ = files.quantization_config(Path(checkpoint_files[0]).parent)
         ours = config.get("quant_method") == METHOD
-        self._checkpoint = Checkpoint(list(checkpoint_files), {} if ours else config)
+        self._checkpoint = Checkpoint(list(checkpoint_files), {} if ours else None)
         stored = any(name.endswith(".qdata") for name in self._opened.files.entries)
         if ours and not stored and self.quantization_config.of_file:
             raise ValueError(
@@ -297,12 +297,13 @@ class MoeOpsQuantizer(HfQuantizer):
         """A weight that `save_pretrained` wrote."""
         key = _metadata_key(source)
         attributes = self._opened.files.metadata.get(key)
+        where = self._opened.files.entries[next(iter(source.values()))]
         if attributes is None:
-            where = self._opened.files.entries[next(iter(source.values()))]
             raise ValueError(
                 f"metadata of {where} must have {key!r}, which says how {target} is stored"
             )
-        stored, wanted = json.loads(attributes)["scheme"], self.quantization_config.scheme
+        said = parse_object(attributes.encode(), f"metadata {key!r} in {where.file}")
+        stored, wanted = said.get("scheme"), self.quantization_config.scheme
         if wanted not in (None, stored):
             raise ValueError(
                 f"scheme must be {stored!r}, in which {target} is quantized already, got "

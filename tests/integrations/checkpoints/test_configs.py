@@ -1,6 +1,7 @@
 """What a checkpoint's quantization_config says of one matrix: used, or refused by name."""
 
 import copy
+import json
 import re
 
 import pytest
@@ -404,7 +405,7 @@ def test_transforms_of_activations_are_refused(form, tmp_path):
 
     writer = Plain() if form == "plain" else WRITERS[form]
     online = with_config(writer, transform_config={"config_groups": {"R4": TRANSFORM}})
-    with pytest.raises(ValueError, match=r"transform_config .*'R4' \(hadamard\) at .* 'input'"):
+    with pytest.raises(ValueError, match=r"transform_config .*'R4' \('hadamard'\) at .* 'input'"):
         read(tmp_path, online)
     fused = TRANSFORM | {"apply": [{"targets": ["Linear"], "location": "weight_output"}]}
     fused = with_config(writer, transform_config={"config_groups": {"R1": fused}})
@@ -614,3 +615,116 @@ def test_messages_name_tensor_and_file(tmp_path):
     with pytest.raises(ValueError) as error:
         read(tmp_path, NVFP4(modelopt=True), add("pre_quant_scale", torch.ones(K)))
     assert re.search(r"experts\.1\.up_proj\.weight in \S+/model-\d\.safetensors", str(error.value))
+
+
+# --- damaged -----------------------------------------------------------------------------------
+
+QC = "of quantization_config"
+GROUP0 = r"config_groups\['group_0'\]"
+DAMAGED = {
+    "a number": (None, 5, "quantization_config of .*config.json must be an object, got 5"),
+    "a string": (None, "fp8", "quantization_config of .*config.json must be an object, got 'fp8'"),
+    "a list": (None, [1], r"quantization_config of .*config.json must be an object, got \[1\]"),
+    "groups are a list": (
+        Packed(),
+        {"config_groups": [1]},
+        rf"config.json: config_groups {QC} must be an object, got \[1\]",
+    ),
+    "ignore is a string": (
+        Packed(),
+        {"ignore": "lm_head"},
+        f"config.json: ignore {QC} must be a list of strings, got 'lm_head'",
+    ),
+    "ignore has a damaged pattern": (
+        Packed(),
+        {"ignore": ["re:("]},
+        rf"config.json: ignore {QC} must have regular expressions, got '\(': missing \)",
+    ),
+    "ignore has a pattern too deep": (
+        Packed(),
+        {"ignore": ["re:" + "(" * 5000]},
+        f"config.json: ignore {QC} must have regular expressions, got .*",
+    ),
+    "a pattern repeats too often": (
+        Packed(),
+        {"ignore": ["re:a{99999999999}"]},
+        f"config.json: ignore {QC} must have regular expressions, .*repetition number",
+    ),
+    "transforms are a list": (
+        Packed(),
+        {"transform_config": {"config_groups": {"u": {"apply": 3}}}},
+        "config.json: apply of 'u' of config_groups of transform_config must be a list of objects",
+    ),
+    "gptq's dynamic": (
+        GPTQ(),
+        {"dynamic": {"+:(": {"bits": 8}}},
+        rf"config.json: dynamic {QC} must have regular expressions, got '\(': missing",
+    ),
+    "gptq's dynamic is a list": (
+        GPTQ(),
+        {"dynamic": ["x"]},
+        f"config.json: dynamic {QC} must be an object of objects",
+    ),
+    "gptq's bits": (GPTQ(), {"bits": "4"}, f"config.json: bits {QC} must be an integer, got '4'"),
+    "awq's group_size": (
+        AWQWriter(),
+        {"group_size": [64]},
+        rf"config.json: group_size {QC} must be an integer, got \[64\]",
+    ),
+    "fp8's blocks": (
+        BlockFP8(),
+        {"weight_block_size": 128},
+        f"config.json: weight_block_size {QC} must be a list of integers, got 128",
+    ),
+    "modelopt's modules": (
+        NVFP4(modelopt=True),
+        {"exclude_modules": [3]},
+        rf"config.json: exclude_modules {QC} must be a list of strings, got \[3\]",
+    ),
+    "a field too deep": (
+        BlockFP8(),
+        {"scale_fmt": json.loads("[" * 400 + "]" * 400)},
+        rf"config.json: scale_fmt {QC} must be a string, got \[\[\[\[\[\[\[\.\.\.\]\]\]\]\]\]\]$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_configurations_are_refused_by_field_and_file(case, tmp_path):
+    writer, fields, message = DAMAGED[case]
+    write(tmp_path, writer or BlockFP8())
+    config = writer.config | fields if writer else fields
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(tmp_path).expert_weight(PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": 3}, f"weights of {GROUP0} must be an object, got 3"),
+        ({"targets": ["re:["]}, r"targets of config_groups must have regular .*got '\['"),
+        ({"targets": [1]}, rf"targets of {GROUP0} must be a list of strings, got \[1\]"),
+        ({"input_activations": []}, rf"input_activations of {GROUP0} must be an object, got \[\]"),
+        (
+            {"input_activations": {"dynamic": [1]}},
+            f"dynamic of input_activations of {GROUP0} must be a string, true or false",
+        ),
+        ({"weights": {"num_bits": "8"}}, f"num_bits of weights of {GROUP0} must be an integer"),
+    ],
+)
+def test_damaged_groups_are_refused_by_field_and_file(fields, message, tmp_path):
+    with pytest.raises(ValueError, match=f"config.json: {message}"):
+        read(tmp_path, with_group(ChannelFP8(), **fields))
+
+
+def test_configurations_of_the_wrong_type(tmp_path):
+    write(tmp_path, GPTQ())
+    with pytest.raises(ValueError, match="quantization_config must be a dict, got 5"):
+        Checkpoint(tmp_path, quantization_config=5)
+    for text in ("[" * 100_000, "[]", "3"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(
+            ValueError, match="config.json must be (a JSON object|JSON, got a dam)"
+        ):
+            Checkpoint(tmp_path)

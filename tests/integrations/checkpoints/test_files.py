@@ -176,7 +176,7 @@ def test_last_experts_missing(key, nested, tmp_path):
     config = {"text_config": {key: E}} if nested else {key: E}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        ValueError, match="must have 4 experts, as config.json says, got .* 0 to 1"
+        ValueError, match="must have 4 experts, as .*config.json says, got .* 0 to 1"
     ):
         read(tmp_path)
     assert torch.equal(read(tmp_path / "model.safetensors"), whole)
@@ -230,7 +230,7 @@ def test_dtypes_that_torch_lacks(tmp_path):
 )
 def test_where_the_configuration_stands(file, text, want, tmp_path):
     (tmp_path / file).write_text(json.dumps(text))
-    assert quantization_config(tmp_path) == want
+    assert quantization_config(tmp_path) == (want, tmp_path / file)
     (tmp_path / file).write_text("{")
     with pytest.raises(ValueError, match=f"{file} must be JSON"):
         quantization_config(tmp_path)
