@@ -109,7 +109,7 @@ def _checked(shape: Shape) -> Shape:
 def _from_file(path: Path) -> Shape:
     try:
         given = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(given).__name__}")
