@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 
 from moe_ops.meta.scales import FLAT, TRANSPOSED, base_layout, sizes_of_layout, unpacked_size
 from moe_ops.ops.problem import Problem
@@ -71,8 +72,11 @@ def logical(qdata: Tensor, scheme: str, layout: str) -> tuple[tuple[int, ...], t
     if bits == 8:
         return shape, strides
     packed = len(shape) - (2 if layout == TRANSPOSED else 1)
+    whole = (*shape[:packed], unpacked_size(shape[packed], bits), *shape[packed + 1 :])
+    if layout == TRANSPOSED and qdata.is_contiguous():  # a copy of a view
+        return whole, make_contiguous_strides_for(whole)
     strides = tuple([1 if d == packed else unpacked_size(s, bits) for d, s in enumerate(strides)])
-    return (*shape[:packed], unpacked_size(shape[packed], bits), *shape[packed + 1 :]), strides
+    return whole, strides
 
 
 def variants(problem: Problem, backend: str) -> Iterator[Problem]:

@@ -137,8 +137,7 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
             return self
         raise ValueError(
             f"source of a copy into {self} must be quantized alike, got a plain tensor of other "
-            "values; pass it through moe_ops.quantize first (DistributedDataParallel copies those "
-            "of one process: load the same weights on all)"
+            "values; pass it through moe_ops.quantize first"
         )
     if not isinstance(self, ExpertTensor):
         raise ValueError(
@@ -223,20 +222,20 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
 
 
 def _holds(self: ExpertTensor, values: Tensor) -> bool:
-    """Whether plain values are those of a quantized weight, as where DistributedDataParallel sends
-    one process's to all others.
-    """
+    """Whether plain values are those of a quantized weight, whose copy changes nothing."""
     alike = (self.shape, self.dtype, self.device) == (values.shape, values.dtype, values.device)
     return alike and known(values) and torch.equal(self.dequantize(), values)
 
 
-@implements(aten.cat.default)
+@implements_torch_function([torch.cat, torch.concat, torch.concatenate])
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
-    """Flat weights, as DistributedDataParallel joins them with others for one broadcast."""
-    for t in args[0]:
+    """The values of flat weights, as `parameters_to_vector` joins them."""
+    tensors = args[0] if args else kwargs.pop("tensors")
+    for t in tensors:
         if isinstance(t, ExpertTensor) and t.dim() != 1:
-            return NotImplemented
-    return func([t.dequantize() if isinstance(t, ExpertTensor) else t for t in args[0]])
+            refuse(func, type(t), writes=False)
+    plain = [t.dequantize() if isinstance(t, ExpertTensor) else t for t in tensors]
+    return func(plain, *args[1:], **kwargs)
 
 
 # Views are registered twice: as torch functions, for tracers that would otherwise see an operator

@@ -9,6 +9,7 @@ they are, quantized.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -175,19 +176,72 @@ def _check_sharded_by_experts(weight: Any, name: str = _UNNAMED) -> None:
 if torch.distributed.is_available():
 
     @implements(torch.ops.c10d.broadcast_.default)
-    def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
-        """Weights of one process to all others, quantized: DistributedDataParallel sends a large
-        parameter so.
-        """
-        for tensor in args[0]:
-            for name in tensor.__tensor_flatten__()[0]:
-                data = getattr(tensor, name)
-                sent = data.contiguous()
-                work = func([sent.view(-1).view(torch.uint8)], *args[1:], **kwargs)[1]
-                work.wait()
-                if sent is not data:
-                    data.copy_(sent)
+    def _broadcast(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+        """Weights of one process to all others, quantized."""
+        for data in [data for tensor in args[0] for data in _held(tensor)]:
+            sent = data.contiguous()
+            work = func([sent.view(-1).view(torch.uint8)], *args[1:], **kwargs)[1]
+            work.wait()
+            if sent is not data:
+                data.copy_(sent)
         return args[0], work
+
+
+class Joined(Tensor):
+    """Flat tensors one behind the other, of which some are quantized, and stay so: what
+    DistributedDataParallel makes of parameters or buffers to send them in one broadcast.
+
+    It can be sent and taken apart again, and nothing else. Those that are quantized are no copies.
+    (Callers of torch.cat in Python get a tensor of values.)
+    """
+
+    parts: list[Tensor]
+
+    @staticmethod
+    def __new__(cls, parts: list[Tensor]) -> Any:
+        size, first = sum([part.numel() for part in parts]), parts[0]
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, (size,), dtype=first.dtype, device=first.device
+        )
+        self.parts = parts
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Types, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is torch.ops.aten.slice.Tensor:
+            return args[0]._part(*args[2:4])
+        if func._schema.name == "c10d::broadcast_":
+            return _broadcast(func, types, args, kwargs or {})
+        raise NotImplementedError(f"{func} has no meaning for weights on their way to others")
+
+    def _part(self, start: int, end: int) -> Tensor:
+        for part in self.parts:
+            size = part.numel()
+            if start < size:
+                return part[start:end]
+            start, end = start - size, end - size
+        raise IndexError(f"no part of {self.shape[0]} elements begins there")
+
+
+@implements(torch.ops.aten.cat.default)
+def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
+    """Flat weights and others; plain ones that are neighbours become one."""
+    if any([t.dim() != 1 for t in args[0]]):
+        return NotImplemented
+    runs = itertools.groupby(args[0], lambda t: isinstance(t, ExpertTensor))
+    parts = [[*run] if quantized else [torch.cat([*run])] for quantized, run in runs]
+    return Joined([*itertools.chain(*parts)])
+
+
+def _held(tensor: Any) -> list[Tensor]:
+    """The plain tensors that hold a tensor's data."""
+    if isinstance(tensor, Joined):
+        return [data for part in tensor.parts for data in _held(part)]
+    if isinstance(tensor, ExpertTensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [tensor]
 
 
 def _bytes(t: Tensor) -> Tensor:

@@ -150,11 +150,18 @@ def test_one_dimension(scheme):
         q.ravel(),
         q.view(-1).view(-1),
         q.view(-1).clone(),
+        q.view(-1)[:],
     ):
         assert type(flat) is type(q) and flat.shape == (E * N * K,) and flat.stride() == (1,)
         assert torch.equal(flat.dequantize(), want.view(-1))
         assert same(flat.view(E, -1, K), q) and same(flat.reshape(q.shape), q)
     assert torch.equal(q[1].view(-1).dequantize(), want[1].view(-1))
+    turned = q.mT.contiguous()
+    assert turned.is_contiguous() and torch.equal(turned.dequantize(), want.mT)
+    assert torch.equal(turned.view(-1).dequantize(), want.mT.reshape(-1))
+    for join in (torch.cat, torch.concat):
+        joined = join([q.view(-1), want.view(-1)])
+        assert type(joined) is torch.Tensor and torch.equal(joined, join([want.view(-1)] * 2))
     assert q.view(-1).qdata.data_ptr() == q.qdata.data_ptr()
     assert torch.equal(q.view(-1).half().dequantize(), q.half().dequantize().view(-1))
     with torch.inference_mode():

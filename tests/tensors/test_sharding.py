@@ -1,7 +1,5 @@
 """Weights sharded over processes by experts: FSDP2 around a layer, DTensors in fused_experts."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,8 +21,8 @@ SCHEMES = (
 E = 4
 
 
-def layer_of(scheme, num_experts=E):
-    torch.manual_seed(0)
+def layer_of(scheme, num_experts=E, seed=0):
+    torch.manual_seed(seed)
     layer = moe_ops.MoELayer(128, 128, num_experts=num_experts, top_k=2).requires_grad_(False)
     for name in ("gate_up_proj", "down_proj") if scheme else ():
         weight = moe_ops.quantize(getattr(layer.experts, name).detach(), scheme)
@@ -154,7 +152,7 @@ class Block(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.norm = nn.Linear(128, 128)
-        self.moe = layer_of(scheme)
+        self.moe = layer_of(scheme, seed=seed)
 
     def forward(self, x):
         return self.moe(self.norm(x))
@@ -165,8 +163,11 @@ def run_replicas(rank, file, world):
     torch.manual_seed(rank)
     x = torch.randn(6, 128)
     for scheme in SCHEMES[1:]:
-        block = Block(scheme, seed=rank)  # their trainable weights differ
-        parallel = nn.parallel.DistributedDataParallel(block)
+        block = Block(scheme, seed=rank)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            parallel = nn.parallel.DistributedDataParallel(block)
+        allocated = max(event.self_cpu_memory_usage for event in profile.events())
+        assert allocated < 2 * block.moe.experts.down_proj.numel()  # bytes of 16-bit weights
         want = Block(scheme)
         assert torch.equal(parallel(x), want(x)), scheme
         parallel(x).sum().backward()
@@ -179,17 +180,17 @@ def run_replicas(rank, file, world):
         parts = [None] * world
         dist.all_gather_object(parts, weight.dequantize())
         assert torch.equal(parts[0], parts[-1])
-    if world == 2:
-        other = Block("fp8_block")
-        other.moe.experts.down_proj.qdata.view(torch.uint8).add_(rank)
-        states = [p.detach() for p in other.parameters()]
-        differs = contextlib.nullcontext()
-        if rank:
-            differs = pytest.raises(
-                ValueError, match="DistributedDataParallel .* the same weights on all"
-            )
-        with differs:  # as it sends what it puts into one bucket
-            dist._broadcast_coalesced(dist.group.WORLD, states, 1 << 30, 0)
+        for bucket in (1, 1 << 30):  # each alone; all in one, as DistributedDataParallel sends
+            states, wanted = [], []
+            for seed, tensors in ((rank, states), (0, wanted)):
+                block = Block(scheme, seed)
+                tensors += [p.detach() for p in block.parameters()]
+                tensors += [t.transpose(1, 2).clone() for t in tensors if t.dim() == 3]
+                tensors.append(block.norm.weight.detach().clone())
+            dist._broadcast_coalesced(dist.group.WORLD, states, bucket, 0)
+            for got, want in zip(states, wanted, strict=True):
+                values = [t.dequantize() if t.dim() == 3 else t for t in (got, want)]
+                assert torch.equal(*values), (scheme, bucket)
     dist.destroy_process_group()
 
 
