@@ -223,7 +223,7 @@ def _router(shape: str, _: str, tokens: int) -> tuple[Callable[[int], Any], int]
 
 
 def _training_step(shape: str, tokens: int) -> Callable[[], Any]:
-    """Forward and backward pass of a layer whose experts train; returns the gradient of the tokens."""
+    """Forward and backward pass of a layer whose experts train; gives the tokens' gradient."""
     import torch
     from training_cases import Case, gradients, make_inputs
     from training_peers import IMPLEMENTATIONS
