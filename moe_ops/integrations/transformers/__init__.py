@@ -25,6 +25,7 @@ with environment.importing_torchao():  # transformers imports more of it than te
     from transformers.integrations.moe import ExpertsInterface
     from transformers.quantizers import auto as _auto  # noqa: F401
 
+from moe_ops.integrations.transformers import model_card as _model_card  # noqa: F401 - patches
 from moe_ops.integrations.transformers.activations import experts_forward
 from moe_ops.integrations.transformers.attach import attach
 from moe_ops.integrations.transformers.config import MoeOpsConfig

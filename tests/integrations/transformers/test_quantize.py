@@ -258,6 +258,28 @@ def test_quantize_that_fails_leaves_the_model_as_it_was(family):
     assert all(model.get_parameter(name).scheme == "fp8_channel" for name in names)
 
 
+def test_a_saved_model_says_how_to_load_it(tmp_path):
+    """In a README.md, whose code runs; one that is there stays, and a plain model gets none."""
+    model = model_of("qwen3_moe")
+    model.save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "README.md").exists()
+    integration.quantize(model, "fp8_channel")
+    model.save_pretrained(tmp_path / "saved")
+    text = (tmp_path / "saved" / "README.md").read_text()
+    assert "experts in `fp8_channel`" in text
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found = {}
+    exec(code.replace("path/to/this/folder", str(tmp_path / "saved")), found)
+    assert relative(logits(found["model"]), logits(model)) < 1e-5
+    for mine in (tmp_path / "saved" / "README.md", tmp_path / "other" / "README.md"):
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mine")
+        model.save_pretrained(mine.parent, max_shard_size="10KB")
+        assert mine.read_text() == "mine"
+    model.save_pretrained(tmp_path / "rank", is_main_process=False)
+    assert not (tmp_path / "rank" / "README.md").exists()
+
+
 def test_saving_a_quantized_model_with_tied_embeddings(tmp_path):
     """save_pretrained keeps them."""
     files = pytest.importorskip("safetensors.torch")
