@@ -78,7 +78,7 @@ def choices() -> str:
     """A row for each of `ADVICE`: memory, error, and speed against bf16 on that hardware."""
     schemes = {one.name: one for one in measured()}
     header = ["hardware", "wanted", "scheme", "memory", "error"]
-    header += [f"speed, {M} token{'s' if M > 1 else ''}" for M in ADVISED_TOKENS]
+    header += [f"M = {M}" for M in ADVISED_TOKENS]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for hardware, advice in ADVICE.items():
         for turn, (wanted, name) in enumerate(advice.items()):
