@@ -45,6 +45,7 @@ BYTES_OF_JOB = 6 << 30
 OLDEST_NVCC = (12, 3)  # wgmma, and C++20 on the device
 OLDEST_CUTLASS = (4, 1)
 OLDEST_NVCC_OF = {"sm_100a": (12, 8), "sm_120a": (12, 8)}  # the first that know these
+OLDEST_CUTLASS_OF = {"sm_120a": (4, 8)}  # nvcc's host code of CUTLASS 4.2 does not compile there
 FLAGS = ("-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-Xcompiler", "-fPIC")
 # Pointer-array kernels of CUTLASS before 4.5 do not wait for the kernel before them: launched as
 # programmatic dependents they would race. From 4.5 on they do, if this is defined.
@@ -234,6 +235,13 @@ def build(
             f"nvcc must be {wanted} or newer for {architecture}, got {found} at "
             f"{shlex.join(tools.nvcc)}; "
             "install a newer CUDA toolkit, or set CUDACXX"
+        )
+    oldest_headers = OLDEST_CUTLASS_OF.get(architecture, OLDEST_CUTLASS)
+    if tools.cutlass_version < oldest_headers:
+        wanted, found = [".".join(map(str, v)) for v in (oldest_headers, tools.cutlass_version)]
+        raise BuildError(
+            f"CUTLASS must be {wanted} or newer for {architecture}, got {found} at "
+            f"{tools.headers}; set CUTLASS_PATH to a checkout of it"
         )
     number = architecture.removeprefix("sm_")
     flags = [*FLAGS, f"-I{tools.headers}", f"-I{SOURCES}"]

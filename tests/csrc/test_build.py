@@ -190,6 +190,20 @@ def test_what_fails_is_said(tools, tmp_path, how, message):
     assert build.ensure(ARCHITECTURE, tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        (dict(version="12.6"), "nvcc must be 12.8 or newer for sm_120a, got 12.6"),
+        (dict(cutlass=(4, 2)), "CUTLASS must be 4.8 or newer for sm_120a, got 4.2 .*CUTLASS_PATH"),
+    ],
+)
+def test_newer_gpus_need_newer_tools(tools, tmp_path, how, message):
+    tools(**how)
+    with pytest.raises(build.BuildError, match=message):
+        build.build("sm_120a", tmp_path / "out.so")
+    build.build("sm_90a", tmp_path / "out.so")  # which these are new enough for
+
+
 def test_nothing_to_build_with(tools, tmp_path, monkeypatch):
     tools()
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "nowhere"))
