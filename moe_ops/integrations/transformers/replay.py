@@ -11,6 +11,7 @@ Dimensions: M tokens of a call, E experts, top_k experts per token.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -114,7 +115,8 @@ def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]
     graphs, whose replays record, too, as long as the block lasts: each block is other memory, and
     compiles code anew. So keep one, and `record.clear()` between rollouts. Runs of checkpoints in
     a backward pass are not recorded again. Routers behave as before, and do so again behind the
-    block. Of a replay what runs is recorded by a block inside of that of `replay_routing`.
+    block. Of a replay what runs is recorded by a block inside of that of `replay_routing`. Calls
+    of all threads are recorded.
 
     Args:
         model: a transformers model, or any module that contains routers.
@@ -124,21 +126,21 @@ def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]
         The record; `record.ids()` may be read inside of the block and behind it.
 
     Raises:
-        ValueError: model is no module or has no routers that return ids, or max_tokens is no
-            integer or below 1.
+        ValueError: model is no module or has no routers that return ids, max_tokens is no integer
+            or below 1, or another thread is in such a block, or in one of `replay_routing`.
     """
     check_size("max_tokens", max_tokens)
     routers = _routers(model)
-    slots, forwards = [], []
+    slots, makers = [], []
     for _, module, rule in routers:
         device = _device_of(module, _linear_of(rule, module))
         ids = torch.full((max_tokens + 1, _top_k(module)), -1, dtype=torch.int32, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
         begins = torch.zeros(max_tokens + 1, dtype=torch.bool, device=device)
         slots.append((ids, count, begins))
-        forwards.append(functools.partial(_record, _forward_of(module), ids, count, begins))
+        makers.append(functools.partial(_recording, ids, count, begins))
     names = tuple([name for name, _, _ in routers])
-    with _replaced([module for _, module, _ in routers], forwards):
+    with _replaced([module for _, module, _ in routers], makers):
         yield RoutingRecord(names, max_tokens, slots)
 
 
@@ -150,7 +152,8 @@ def replay_routing(model: nn.Module, ids: Sequence[Tensor]) -> Iterator[None]:
     call of a router inside takes the same ids, which must be those of its tokens: one block is one
     forward pass. Where activations are checkpointed, the backward pass calls routers again, and
     belongs inside. Compiled code is compiled anew in each block, up to torch's limit; to replay
-    other routings in it, copy their ids into the same tensors, inside of one block.
+    other routings in it, copy their ids into the same tensors, inside of one block. Calls of all
+    threads take the ids.
 
     Args:
         model: the model whose routing was recorded, or one of the same routers.
@@ -161,8 +164,9 @@ def replay_routing(model: nn.Module, ids: Sequence[Tensor]) -> Iterator[None]:
     Raises:
         ValueError: model is no module or has no routers, or one whose formula is none of
             `moe_ops.route`, whose weights could not be computed anew; as many tensors as it has
-            routers are not given; or, when a router is called, ids of another number of tokens,
-            and as `moe_ops.route` for `topk_ids`.
+            routers are not given; another thread is in such a block, or in one of
+            `record_routing`; or, when a router is called, ids of another number of tokens, and as
+            `moe_ops.route` for `topk_ids`.
     """
     routers = _routers(model)
     refused = [
@@ -182,11 +186,11 @@ def replay_routing(model: nn.Module, ids: Sequence[Tensor]) -> Iterator[None]:
         )
     for of_router in ids:
         check_tensor("ids", of_router)
-    forwards = [
-        functools.partial(_replay, rule, module, of_router)
+    makers = [
+        functools.partial(_replaying, rule, module, of_router)
         for (_, module, rule), of_router in zip(routers, ids, strict=True)
     ]
-    with _replaced([module for _, module, _ in routers], forwards):
+    with _replaced([module for _, module, _ in routers], makers):
         yield
 
 
@@ -229,6 +233,14 @@ def _device_of(module: HfModule, linear: HfModule) -> torch.device:
 
 def _top_k(module: HfModule) -> int:
     return getattr(module, "top_k", None) or module.config.top_k_experts
+
+
+def _recording(ids: Tensor, count: Tensor, begins: Tensor, own: Callable) -> functools.partial:
+    return functools.partial(_record, own, ids, count, begins)
+
+
+def _replaying(rule: FindRule, module: HfModule, ids: Tensor, own: Callable) -> functools.partial:
+    return functools.partial(_replay, rule, module, ids)
 
 
 def _record(
@@ -290,12 +302,31 @@ def _forward_of(module: HfModule) -> Callable:
     return functools.partial(type(module).forward, module) if found is None else found
 
 
+_entering = threading.Lock()
+
+
 @contextmanager
-def _replaced(modules: Sequence[HfModule], forwards: Sequence[Callable]) -> Iterator[None]:
-    """Other forwards of modules, until the end of the block."""
-    before: list[Callable | None] = [vars(module).get(_name(module)) for module in modules]
-    for module, forward in zip(modules, forwards, strict=True):
-        setattr(module, _name(module), forward)
+def _replaced(
+    modules: Sequence[HfModule], makers: Sequence[Callable[[Callable], functools.partial]]
+) -> Iterator[None]:
+    """Other forwards of modules, each made of the one before, until the end of the block.
+
+    Raises:
+        ValueError: another thread is in a block: what its end brings back would stay for good.
+    """
+    with _entering:
+        before: list[Any] = [vars(module).get(_name(module)) for module in modules]
+        for module, own in zip(modules, before, strict=True):
+            if getattr(own, "thread", threading.get_ident()) != threading.get_ident():
+                raise ValueError(
+                    "model must be in no block of record_routing or replay_routing of another "
+                    f"thread, got one around {type(module).__name__}; let threads take turns, or "
+                    "give each a copy of the model"
+                )
+        for module, make in zip(modules, makers, strict=True):
+            forward: Any = make(_forward_of(module))
+            forward.thread = threading.get_ident()
+            setattr(module, _name(module), forward)
     try:
         yield
     finally:

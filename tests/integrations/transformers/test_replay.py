@@ -1,5 +1,6 @@
 """record_routing and replay_routing: the experts of one forward pass in another."""
 
+import concurrent.futures
 import contextlib
 import copy
 
@@ -185,6 +186,26 @@ def test_weights_that_accelerate_brings(family):
     with integration.record_routing(model, IDS.numel()) as record:
         torch.testing.assert_close(outputs(model, IDS), want)
     assert all(torch.equal(a, b) for a, b in zip(record.ids(), ids, strict=True))
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_blocks_of_two_threads_do_not_overlap(replays):
+    """The end of one would take the other's forwards away, or leave them for good."""
+    model = build("qwen3_moe", 1)
+    want, before = outputs(model, IDS), set(vars(routers_of(model)[0]))
+    ids = torch.zeros(IDS.numel(), 2, dtype=torch.int32)
+    block = integration.record_routing(model, 64)
+    if replays:
+        block = integration.replay_routing(model, [ids])
+    with concurrent.futures.ThreadPoolExecutor(1) as other, block:
+        with pytest.raises(ValueError, match="must be in no block .* of another thread"):
+            other.submit(integration.record_routing(model, 64).__enter__).result()
+        with pytest.raises(ValueError, match="another thread|forward is replaced"):
+            other.submit(integration.replay_routing(model, [ids]).__enter__).result()
+        with integration.record_routing(model, 64):  # this thread's may lie in each other
+            pass
+    assert set(vars(routers_of(model)[0])) == before
+    assert torch.equal(outputs(model, IDS), want)
 
 
 def test_room_and_arguments():
