@@ -289,21 +289,31 @@ def progress_bar(items: Iterable[_T], what: str, total: int | None = None) -> It
 
 
 @contextmanager
-def importing_torchao() -> Iterator[None]:
+def importing_torchao(in_command: bool = False) -> Iterator[None]:
     """Import torchao without two messages that its users can do nothing about.
 
     They are left out while this context is open, and all others are logged: that its CUDA
     extensions do not load into a torch built without CUDA, and that torch deprecates calls which
     torchao makes.
+
+    Args:
+        in_command: around a command of ours, which calls no extension of torchao and imports it
+            through other libraries, too: leave out why any of them is not loaded.
     """
+    is_wanted = _is_for_commands if in_command else _is_for_users
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     for logger in loggers:
-        logger.addFilter(_is_for_users)
+        logger.addFilter(is_wanted)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(_is_for_users)
+            logger.removeFilter(is_wanted)
+
+
+def _is_for_commands(record: logging.LogRecord) -> bool:
+    skipped = record.getMessage().startswith(("Failed to load ", "Skipping import of cpp "))
+    return not (record.name == "torchao" and skipped) and _is_for_users(record)
 
 
 def _is_for_users(record: logging.LogRecord) -> bool:

@@ -375,6 +375,7 @@ def _check(parsed: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
+@environment.importing_torchao(in_command=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status, 1 for a question that has no answer and for a
     check in which anything differs.

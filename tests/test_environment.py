@@ -71,6 +71,8 @@ def test_what_users_of_torchao_can_do_nothing_about_is_left_out(monkeypatch, tmp
     monkeypatch.setattr(torch.version, "cuda", "13.0")  # then it should have loaded
     with environment.importing_torchao():
         assert logged() == [everything[i] for i in (0, 1, 2, 4)]
+    with environment.importing_torchao(in_command=True), environment.importing_torchao():
+        assert logged() == [everything[4]]
     assert logged() == everything
 
 

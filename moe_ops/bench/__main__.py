@@ -5,7 +5,8 @@
 
 MODEL_OR_SHAPE is a shape E,top_k,K,I such as 128,8,2048,768, a name such as qwen3, a folder with a
 model's config.json, or a model type of transformers such as qwen3_moe. Timed for each number of
-tokens: this library with plain weights and with each scheme, and what people would use instead,
+tokens: this library with plain weights and with each scheme, of a quantized model's folder by
+default the one that its experts are stored in, and what people would use instead,
 transformers' loop over experts and its grouped_mm, all on the same bf16 weights. On a GPU calls
 are replayed from CUDA graphs, except those that read GPU memory on the host and cannot be
 captured. The table has microseconds a layer and, for each column of this library, how many times
@@ -237,6 +238,15 @@ def _scheme(name: str) -> str:
     return scheme.name
 
 
+def _schemes_of(model_or_shape: str) -> tuple[str, ...]:
+    """Plain weights and the scheme of a folder's experts; () where they are not quantized."""
+    try:
+        scheme = shapes.scheme_of(model_or_shape)
+    except ValueError as error:
+        raise ValueError(f"{error}; or give --schemes") from error
+    return (PLAIN, scheme) if scheme else ()
+
+
 def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -262,7 +272,8 @@ def run(arguments: argparse.Namespace) -> Result:
     """
     name, shape = shapes.resolve(arguments.model_or_shape)
     device = _device(arguments.device)
-    schemes = [_scheme(s) for s in arguments.schemes or SCHEMES[device.type]]
+    given = arguments.schemes or _schemes_of(arguments.model_or_shape) or SCHEMES[device.type]
+    schemes = [_scheme(s) for s in given]
     tokens = arguments.tokens or TOKENS[device.type]
     if min(tokens) < 1:
         raise ValueError(f"--tokens must be positive, got {min(tokens)}")
@@ -276,6 +287,7 @@ def run(arguments: argparse.Namespace) -> Result:
         )
 
 
+@environment.importing_torchao(in_command=True)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status, 1 for what cannot be measured."""
     parser = argparse.ArgumentParser(

@@ -72,7 +72,11 @@ def ours(w13: Tensor, w2: Tensor, scheme: str, backend: str = "auto") -> Layer:
         for name, w in (("w13", w13), ("w2", w2)):
             if why := get_scheme(scheme).why_not_shape(*w.shape[1:]):
                 raise ValueError(f"{name} cannot be quantized to {scheme!r}: {why}")
-        w13, w2 = quantized(w13, scheme), quantized(w2, scheme)
+        activation = get_scheme(scheme).activation
+        scale = None
+        if activation is not None and activation.static:
+            scale = 8 / activation.format.max  # of activations of unit scale, which reach some 6
+        w13, w2 = quantized(w13, scheme, scale), quantized(w2, scheme, scale)
         if w13.device.type == "cuda" and backend == "auto":
             w13, w2 = prepare(w13, "triton"), prepare(w2, "triton")
     return lambda x, weights, ids: fused_experts(x, w13, w2, weights, ids, backend=backend)

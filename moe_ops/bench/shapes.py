@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,8 @@ def resolve(model_or_shape: str) -> tuple[str, Shape]:
             is taken.
 
     Raises:
-        ValueError: none of these, numbers that make no layer, or a model without experts.
+        ValueError: none of these, the name of a repository on a hub, numbers that make no layer,
+            or a model without experts.
         ImportError: a model type is named, and transformers is not installed.
     """
     if "," in model_or_shape:
@@ -84,7 +86,33 @@ def resolve(model_or_shape: str) -> tuple[str, Shape]:
             raise ValueError(f"{model_or_shape!r} must hold a config.json, and has none")
     if path.is_file():
         return path.resolve().parent.name, _from_file(path)
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model_or_shape):
+        raise ValueError(
+            f"{model_or_shape!r} must be a folder, and there is none; nothing is looked up on a "
+            f"hub: hf download {model_or_shape} --local-dir {path.name}, then give {path.name}"
+        )
     return model_or_shape, _from_model_type(model_or_shape)
+
+
+def scheme_of(model_or_shape: str) -> str:
+    """The scheme that a folder's experts are stored in, "" for plain weights and without a folder.
+
+    Raises:
+        ValueError: the folder says that they are quantized, and has no files of them or some that
+            moe_ops cannot read.
+    """
+    from moe_ops.integrations.checkpoints import Checkpoint, files
+
+    folder = Path(model_or_shape).expanduser()
+    config, _ = files.quantization_config(folder) if folder.is_dir() else ({}, folder)
+    if not config or config.get("quant_method") == "moe_ops":
+        return config.get("scheme") or ""
+    checkpoint = Checkpoint(folder)
+    for name in checkpoint.files.entries:
+        found = re.match(r"(.+\bexperts)\.(?:\d+\.)?(down_proj|w2)(?![a-z0-9])", name)
+        if found:
+            return checkpoint.find(found[1], (found[2],)).scheme
+    return ""
 
 
 def _from_numbers(text: str) -> Shape:

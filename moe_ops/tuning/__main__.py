@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_ops import backends as backends_module
+from moe_ops import environment
 from moe_ops.kernels.configs import fields_of
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup, record
@@ -39,6 +40,7 @@ CONFIGS_M = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BACKENDS_M = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
+@environment.importing_torchao(in_command=True)
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m moe_ops.tuning",

@@ -49,6 +49,21 @@ def _has_matplotlib():
     return True
 
 
+def test_a_quantized_folder_is_measured_in_its_scheme(tmp_path, monkeypatch, capsys):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}
+    quantized = {"quant_method": "moe_ops", "scheme": "fp8_tensor_static"}
+    config = {**sizes, "moe_intermediate_size": 32, "quantization_config": quantized}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(layers, "peers", lambda *_: {})
+    arguments = [str(tmp_path), "--device", "cpu", "--tokens", "2", "--json", "numbers"]
+    assert bench.main(arguments) == 0
+    (errors,) = json.loads((tmp_path / "numbers").read_text())["errors"].values()
+    assert set(errors) == {"moe_ops bf16", "moe_ops fp8_tensor_static"}
+    assert errors["moe_ops bf16"] < 0.01 < errors["moe_ops fp8_tensor_static"] < 0.15
+    capsys.readouterr()
+
+
 def test_what_is_left_out_says_why():
     shape = Shape(4, 2, 40, 24)  # no group of 128 columns fits
     device = torch.device("cpu")

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import torch
 
-from moe_ops.bench.shapes import SHAPES, Shape, resolve
+from moe_ops.bench.shapes import SHAPES, Shape, resolve, scheme_of
 
 
 def test_shapes_by_numbers_and_by_name():
@@ -33,6 +34,30 @@ def test_folders_with_a_config(tmp_path, nested):
     assert resolve(str(tmp_path / "config.json")) == (name, shape)
 
 
+def test_the_scheme_of_a_folder_is_that_of_its_experts(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    assert scheme_of("qwen3") == scheme_of("4,2,64,32") == scheme_of(str(tmp_path)) == ""
+
+    def config(**quantization):
+        content = {"quantization_config": quantization} if quantization else {}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+
+    config(quant_method="moe_ops", scheme="int4_w4a16:g64", backend="auto")
+    assert scheme_of(str(tmp_path)) == "int4_w4a16:g64"
+    config(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
+    with pytest.raises(ValueError, match="safetensors"):
+        scheme_of(str(tmp_path))
+    tensors = {"model.layers.0.self_attn.o_proj.weight": torch.zeros(4, 4)}
+    for e in range(2):
+        name = f"model.layers.0.mlp.experts.{e}.down_proj.weight"
+        tensors[name] = torch.zeros(256, 128).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(2, 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert scheme_of(str(tmp_path)) == "fp8_block"
+    config()
+    assert scheme_of(str(tmp_path)) == ""
+
+
 def test_what_a_file_leaves_out_is_the_default_of_its_class(tmp_path):
     pytest.importorskip("transformers")
     content = {"model_type": "mixtral", "hidden_size": 64}
@@ -46,6 +71,7 @@ def test_errors_name_what_was_wrong(tmp_path):
         ("8,0,64,64", "four positive integers"),
         ("8,9,64,64", "top_k must be at most E=8, got 9"),
         (str(tmp_path), "must hold a config.json"),
+        ("Qwen/Qwen3-30B-A3B", "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B, then"),
     ):
         with pytest.raises(ValueError, match=message):
             resolve(text)
