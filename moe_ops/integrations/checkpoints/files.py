@@ -123,6 +123,8 @@ class TensorFiles:
 def _files_of(path: str | Path | list) -> tuple[list[Path], Path | None]:
     """The files that count, and the index that says which tensor is in which."""
     path = [Path(p) for p in path] if isinstance(path, (list, tuple)) else Path(path)
+    if path == []:
+        raise ValueError("path must be a folder, a file or a list of files, got an empty list")
     if isinstance(path, list) or path.suffix == ".safetensors" and not path.is_dir():
         files = path if isinstance(path, list) else [path]
         check_files(files, "path")

@@ -67,6 +67,8 @@ class MoeOpsQuantizer(HfQuantizer):
     ) -> None:
         super().__init__(quantization_config, **kwargs)
         self.beside = beside  # that of the model's other layers, which was there before
+        if beside is not None:
+            self.is_trainable, self.is_compileable = beside.is_trainable, beside.is_compileable
         # False makes transformers ask for one tensor after the other; threads would read ahead
         self.pre_quantized = False
         self._model: PreTrainedModel | None = None
@@ -108,7 +110,7 @@ class MoeOpsQuantizer(HfQuantizer):
                 "convert the checkpoint, or load it plain and call "
                 "moe_ops.integrations.transformers.quantize"
             )
-        _check_index(Path(checkpoint_files[0]))
+        _check_index(Path(checkpoint_files[0]), model.config._name_or_path)
         config, _ = files.quantization_config(Path(checkpoint_files[0]).parent)
         ours = config.get("quant_method") == METHOD
         self._checkpoint = Checkpoint(list(checkpoint_files), {} if ours else None)
@@ -507,12 +509,17 @@ def mark_quantized(model: nn.Module, config: MoeOpsConfig, keep: bool = False) -
 
 
 def flatten_natural(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """`flatten` of quantized weights in their natural layout."""
-    natural = dict(state_dict)
+    """`flatten` of quantized weights in their natural layout; those that layers share once for
+    each, as transformers would not know the names of their parts.
+    """
+    natural, seen = dict(state_dict), set[int]()
     for name, t in state_dict.items():
         if isinstance(t, ExpertTensor):
             transposed = t.weight_layout == TRANSPOSED
-            natural[name] = t.transpose(-2, -1) if transposed else in_natural_layout(t)
+            weight: Any = t.transpose(-2, -1) if transposed else in_natural_layout(t)
+            address = weight.qdata.data_ptr()
+            natural[name] = weight.clone() if address in seen else weight
+            seen.add(address)
     return flatten(natural)
 
 
@@ -529,9 +536,13 @@ def check_scheme_fits(name: str, scheme: str, shape: tuple[int, int, int]) -> No
     check_groups(name, shape, found)
 
 
-def _check_index(file: Path) -> None:
-    """Raise ValueError if transformers chose a file that the folder's index does not name."""
+def _check_index(file: Path, path: str) -> None:
+    """Raise ValueError if transformers chose a file that the folder's index does not name, or
+    follows an index out of the folder ``path``.
+    """
     index = file.parent / files.INDEX
+    if path and (Path(path) / files.INDEX).is_file():
+        files.read_index(Path(path) / files.INDEX)
     if file.name == "model.safetensors" and index.is_file():
         named = set(files.read_index(index).values())
         if file not in named:

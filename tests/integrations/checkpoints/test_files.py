@@ -90,6 +90,11 @@ DAMAGED_INDICES = {
 }
 
 
+def test_no_files():
+    with pytest.raises(ValueError, match="path must be a folder, a file or a list of files, got"):
+        Checkpoint([])
+
+
 @pytest.mark.parametrize("text", DAMAGED_INDICES, ids=lambda text: text[:40])
 def test_damaged_indices(text, tmp_path):
     shards(tmp_path)

@@ -600,6 +600,27 @@ def test_the_index_is_the_truth(tmp_path):
         load(tmp_path, "int8_w8a16")
 
 
+def test_an_index_that_leaves_its_folder(tmp_path):
+    """transformers follows it."""
+    save_plain(mixtral(), tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(
+        tmp_path / "model-00001-of-00001.safetensors"
+    )
+    names = files.load_file(tmp_path / "model-00001-of-00001.safetensors")
+    listed = dict.fromkeys(names, "../model-00001-of-00001.safetensors")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    with pytest.raises(ValueError, match="must name files in its folder, got '../model-00001"):
+        load(tmp_path / "model", "int8_w8a16")
+
+
+def test_fields_of_our_configuration_that_nobody_knows():
+    with pytest.raises(
+        ValueError, match="scheme, backend and quant_method alone, got bits, group"
+    ):
+        MoeOpsConfig.from_dict({"scheme": "fp8_block", "group": 3, "bits": 4})
+
+
 def test_offloaded_and_dequantized(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     save_plain(mixtral(), tmp_path)

@@ -311,6 +311,9 @@ def test_experts_that_two_layers_share_stay_shared(tmp_path):
     assert torch.equal(logits(model), logits(alone))
     errors = [[layer.error for layer in report.layers] for report in reports]
     assert errors[0] == errors[1] and all(0 < error < 0.1 for error in errors[0])
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert relative(logits(again), logits(model)) < 1e-6
     model.dequantize(), alone.dequantize()
     assert first.down_proj is second.down_proj is not third.down_proj
     assert type(first.down_proj) is nn.Parameter and torch.equal(logits(model), logits(alone))
