@@ -161,6 +161,14 @@ def test_documents_stand_on_the_site():
         assert f" {name}\n" in text or name.startswith(folders), f"mkdocs.yml lacks {name}"
 
 
+def parameters(page: str) -> list[list[str]]:
+    """Name, type, description and default of each parameter in the tables of a page."""
+    rows = re.findall(r'<tr class="doc-section-item">(.*?)</tr>', page, re.S)
+    cells = [re.findall(r"<td>(.*?)</td>", row, re.S) for row in rows]
+    plain = [[" ".join(re.sub(r"<[^>]+>", "", c).split()) for c in row] for row in cells]
+    return [row for row in plain if len(row) == 4]
+
+
 @pytest.mark.slow
 def test_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs")
@@ -176,6 +184,12 @@ def test_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
     reference = (tmp_path / "reference" / "moe_ops" / "index.html").read_text()
     for name in moe_ops.__all__:
         assert re.search(rf'id="moe_ops\.(?:\w+\.)?{name}"', reference), f"no reference of {name}"
+    assert re.search(r'id="(moe_ops\.\w+)"', reference).group(1) == "moe_ops.fused_experts"
+    for name, *others in parameters(reference):
+        assert others[0], f"parameter {name} has no type: its default may be wrong, too"
+    described = dict((row[0], row[1:]) for row in parameters(reference))
+    assert described["w13_bias, w2_bias"] == ["Tensor | None", "as in fused_experts.", "None"]
+    assert f"moe_ops {moe_ops.__version__}" in (tmp_path / "index.html").read_text()
     schemes = (tmp_path / "reference" / "scheme_table" / "index.html").read_text()
     assert all(f"<code>{name}</code>" in schemes for name in SCHEMES if name)
 
