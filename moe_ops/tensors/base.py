@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torchao.utils import TorchAOBaseTensor
 
 from moe_ops.meta.scales import FLAT, TRANSPOSED
@@ -20,6 +21,7 @@ from moe_ops.numerics import dequantize_weight, quantize_experts
 from moe_ops.ops.relayout import logical, natural
 from moe_ops.pickling import rebuild_expert_tensor, stored
 from moe_ops.schemes import get_scheme
+from moe_ops.tensors import tracing
 
 Types = Iterable[type]  # of a call's arguments, as torch hands them over
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView  # what counts writes, and what views share
@@ -122,6 +124,11 @@ class ExpertTensor(TorchAOBaseTensor):
         self.activation_scale = activation_scale
         self.scheme = scheme
         self.weight_layout = weight_layout
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        if TracingContext.try_get() is not None:
+            tracing.watch()
+        return super().__tensor_flatten__()
 
     @classmethod
     def __tensor_unflatten__(
