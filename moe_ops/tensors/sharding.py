@@ -227,9 +227,13 @@ class Joined(Tensor):
 
 @implements(torch.ops.aten.cat.default)
 def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
-    """Flat weights and others; plain ones that are neighbours become one."""
+    """Flat weights and others; plain ones that are neighbours become one. Without a process group
+    nobody sends them: their values.
+    """
     if any([t.dim() != 1 for t in args[0]]):
         return NotImplemented
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return func([t.dequantize() if isinstance(t, ExpertTensor) else t for t in args[0]])
     runs = itertools.groupby(args[0], lambda t: isinstance(t, ExpertTensor))
     parts = [[*run] if quantized else [torch.cat([*run])] for quantized, run in runs]
     return Joined([*itertools.chain(*parts)])

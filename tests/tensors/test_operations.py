@@ -159,7 +159,7 @@ def test_one_dimension(scheme):
     turned = q.mT.contiguous()
     assert turned.is_contiguous() and torch.equal(turned.dequantize(), want.mT)
     assert torch.equal(turned.view(-1).dequantize(), want.mT.reshape(-1))
-    for join in (torch.cat, torch.concat):
+    for join in (torch.cat, torch.concat, torch.hstack):
         joined = join([q.view(-1), want.view(-1)])
         assert type(joined) is torch.Tensor and torch.equal(joined, join([want.view(-1)] * 2))
     assert q.view(-1).qdata.data_ptr() == q.qdata.data_ptr()
