@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from moe_ops.autograd.adapters import LoRA
-from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers.layers import Layer, is_wrapper
 
 
@@ -41,22 +41,41 @@ def attach_wrappers(model: nn.Module, layers: Sequence[Layer], implementation: s
                     f"{layer.name} must hold all experts where PEFT has adapters on them, got "
                     "expert parallelism; spread the model by FSDP, or merge the adapters"
                 )
-            families.set_forward(module, functools.partial(_forward, implementation))
+            module._activate_lora = functools.partial(_activate, implementation, module)
+            hooks = module._forward_pre_hooks.values()
+            if not any([getattr(hook, "func", None) is _hand_over for hook in hooks]):
+                hook = functools.partial(_hand_over, implementation)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
             found.add(layer.name)
     return found
 
 
-def _forward(implementation: str, wrapper: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """ParamWrapper.forward where adapters are active on experts that run through moe_ops; else
-    its own.
+def _hand_over(
+    implementation: str, wrapper: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """Before a wrapper's forward: its adapters behind those of the wrappers around it. The hook
+    gets the module that is called, also where that is DataParallel's replica of another.
     """
-    ours = wrapper.get_base_layer().config._experts_implementation == implementation
-    idle = wrapper.disable_adapters or wrapper.merged
-    if idle or not ours or kwargs.get("adapter_names") is not None:  # which it refuses
-        return type(wrapper).forward(wrapper, x, *args, **kwargs)
+    if not _runs_here(wrapper, implementation) or wrapper.disable_adapters or wrapper.merged:
+        return None
     own = [_adapter(wrapper, name) for name in wrapper.active_adapters if name in wrapper.lora_A]
-    kwargs["moe_ops_adapters"] = (*kwargs.get("moe_ops_adapters", ()), *own)
-    return wrapper.base_layer(x, *args, **kwargs)
+    handed = kwargs.get("moe_ops_adapters", ())
+    return args, kwargs | {"moe_ops_adapters": (*handed, *own)}
+
+
+def _activate(
+    implementation: str, wrapper: Any, active: Sequence[str]
+) -> AbstractContextManager[None]:
+    """ParamWrapper._activate_lora for experts that run through moe_ops, whose weights stay as they
+    are, and its own for those whose implementation was changed since.
+    """
+    if _runs_here(wrapper, implementation):
+        return nullcontext()
+    return type(wrapper)._activate_lora(wrapper, active)
+
+
+def _runs_here(wrapper: Any, implementation: str) -> bool:
+    return wrapper.get_base_layer().config._experts_implementation == implementation
 
 
 def _adapter(wrapper: Any, name: str) -> LoRA:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import copy
+import importlib
 import pickle
 import threading
 
@@ -395,6 +396,36 @@ def test_threads():
     handle.remove()
     for got in (*results, logits_of(model)):
         assert relative(got, want) < 1e-12
+
+
+def test_mixed_batches_are_refused_by_peft():
+    model = adapted()
+    integration.attach(model)
+    want = logits_of(model)
+    with pytest.raises(ValueError, match="does not support mixed"):
+        model(input_ids=IDS, use_cache=False, adapter_names=["default", "__base__"])
+    assert torch.equal(logits_of(model), want)
+
+
+def test_replicas_of_data_parallel(monkeypatch):
+    """Each with its own copy of the adapters: of another model here, to see which it takes."""
+    model, other = adapted(), adapted()
+    integration.attach(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.25)
+    want = [logits_of(one) for one in (adapted(), other)]
+    replicate = importlib.import_module("torch.nn.parallel.replicate")
+
+    def broadcast(tensors, devices, detach):
+        if any(isinstance(t, torch.nn.Parameter) for t in tensors):
+            return [[p.detach() for p in one.parameters()] for one in (model, other)]
+        return [tensors, tensors]
+
+    monkeypatch.setattr(replicate, "_broadcast_coalesced_reshape", broadcast)
+    for replica, expected in zip(replicate.replicate(model, [0, 1]), want, strict=True):
+        assert relative(logits_of(replica), expected) < 1e-12
+    assert relative(logits_of(model), want[0]) < 1e-12
 
 
 def test_experts_that_are_recomputed_alone():
