@@ -399,7 +399,7 @@ def test_threads():
 
 
 def test_mixed_batches_are_refused_by_peft():
-    model = adapted()
+    model = adapted().eval()
     integration.attach(model)
     want = logits_of(model)
     with pytest.raises(ValueError, match="does not support mixed"):
