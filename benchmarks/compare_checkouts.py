@@ -125,7 +125,7 @@ def worker(folder: str) -> None:
 
     def prepare(shape: str, scheme: str, tokens: int, file: str) -> dict[str, Any]:
         """Build a cell; its last result goes to a file."""
-        for name in ("run", "last", "outputs"):
+        for name in ("run", "last", "outputs", "call"):
             kept.pop(name, None)
         if scheme == "training":
             run = _training_step(shape, tokens)
@@ -139,7 +139,8 @@ def worker(folder: str) -> None:
             graph, outputs = capture(call, sets)
             run, last = graph.replay, outputs[-1]
             run()
-            kept["outputs"] = outputs
+            # a graph holds none of its inputs: other tensors would get their memory
+            kept.update(outputs=outputs, call=call)
         torch.cuda.synchronize()
         kept.update(run=run, last=last, waits=scheme == "training")
         torch.save(last, file)
