@@ -83,18 +83,6 @@ def host_ms(schemes: Iterable[str], rounds: int = 300) -> dict[str, float]:
     return {scheme: round(statistics.median(found), 4) for scheme, found in times.items()}
 
 
-def stored_bytes(weights: Weights) -> int:
-    """Of all experts, scales included."""
-    total = 0
-    for weight in weights:
-        parts = [weight]
-        if isinstance(weight, moe_ops.ExpertTensor):
-            names = ("qdata", "scale", "zero_point", "global_scale", "channel_scale")
-            parts = [t for name in names if (t := getattr(weight, name, None)) is not None]
-        total += sum(part.nbytes for part in parts)
-    return total
-
-
 def make_inputs(M: int) -> tuple[Tensor, list[Tensor], Tensor]:
     """Tokens, an expert of each pair for every layer, and the router's weights."""
     generator = torch.Generator().manual_seed(M)
@@ -147,7 +135,7 @@ def run_case(
     bf16 = statistics.median(times[""])
     rows = {}
     for scheme, found in times.items():
-        size = stored_bytes(layers[scheme][0])
+        size = sum(weight.nbytes for weight in layers[scheme][0])
         rows[scheme] = {
             "scheme": scheme,
             "num_tokens": M,

@@ -108,18 +108,10 @@ def ops_called(fn: Callable[[], object], namespace: str = "moe_ops") -> Counter[
     return mode.counts
 
 
-def stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes `tensor` occupies; for a quantized (wrapper) tensor its data and its scales."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.nbytes
-    names, _ = tensor.__tensor_flatten__()
-    return sum(stored_bytes(getattr(tensor, name)) for name in names)
-
-
 def expert_bytes(model: torch.nn.Module) -> tuple[int, int]:
     """(bytes, number of weights) of all expert parameters of a transformers model."""
     params = [p for name, p in model.named_parameters() if ".experts." in name]
-    return sum(stored_bytes(p.data) for p in params), sum(p.numel() for p in params)
+    return sum(p.nbytes for p in params), sum(p.numel() for p in params)
 
 
 def cuda_graphs_recorded() -> int:

@@ -23,7 +23,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from common import check, max_error, stored_bytes, title
+from common import check, max_error, title
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_ops import MoELayer, quantize
@@ -113,7 +113,7 @@ def model(tokens: int, device: str) -> None:
 
     def bytes_of(language_model) -> int:
         weights = [p for n, p in language_model.named_parameters() if ".experts." in n]
-        return sum(stored_bytes(local_part(w).detach()) for w in weights)
+        return sum(local_part(w).nbytes for w in weights)
 
     own_tokens = {"fsdp_size": ranks, "ep_size": ranks}
     kinds = [("a prompt each", own_tokens, PROMPTS[rank % 2])]

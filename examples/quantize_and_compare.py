@@ -13,7 +13,7 @@ import argparse
 from typing import NamedTuple
 
 import torch
-from common import check, expert_bytes, scheme_names, stored_bytes, table, title
+from common import check, expert_bytes, scheme_names, table, title
 from tiny_moe.model import held_out, load, perplexity
 
 import moe_ops
@@ -72,7 +72,7 @@ class Layer:
     def measure(self, scheme: str) -> tuple[float, float]:
         """(bits per weight, relative error) of a scheme."""
         w13, w2 = (moe_ops.quantize(w, scheme) for w in (self.w13, self.w2))
-        size = stored_bytes(w13) + stored_bytes(w2)
+        size = w13.nbytes + w2.nbytes
         error = (self.run(w13, w2) - self.out).norm() / self.out.norm()
         return 8 * size / (w13.numel() + w2.numel()), error.item()
 
