@@ -34,7 +34,8 @@ def _register_with_transformers() -> None:
     except Exception as error:  # whoever imports transformers need not care
         warnings.warn(
             f"moe_ops is not registered with transformers {environment.version('transformers')}, "
-            f"whose models do not know experts_implementation='moe_ops': {error}",
+            f"whose models do not know experts_implementation='moe_ops': {error}; moe_ops needs "
+            "transformers 5.17 or newer",
             RuntimeWarning,
             stacklevel=2,
         )
