@@ -259,7 +259,7 @@ def test_each_backend_gets_weights_in_its_layout():
         with FakeTensorMode(), torch.no_grad():
             made = backends.Backends(search.Target(8, 1024, 512, 2))
         assert set(made.layers) == {"torch"}
-        assert all(" not " in reason for reason in made.refused.values())
+        assert all(re.search(r" not? ", reason) for reason in made.refused.values())
 
 
 @pytest.mark.parametrize("scheme", [pytest.param(s, marks=ON_GPU) for s in ("", "fp8_block")])
