@@ -144,7 +144,7 @@ def worker(folder: str) -> None:
         torch.cuda.synchronize()
         kept.update(run=run, last=last, waits=scheme == "training")
         torch.save(last, file)
-        return {"sets": sets, "sum": _digest(last)}
+        return {"sets": sets, "sum": _digest(last), "check": checksum()}
 
     def differs(file: str) -> dict[str, Any]:
         """How far this side's last result is from the one in a file."""
@@ -163,7 +163,12 @@ def worker(folder: str) -> None:
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1e3)
-        return {"us": times}
+        return {"us": times, "check": checksum()}
+
+    def checksum() -> int | None:
+        """Of the results of all routing sets of a graph: each replay gives the same."""
+        bits = [out.view(torch.int16).sum(dtype=torch.int64) for out in kept.get("outputs", ())]
+        return int(torch.stack(bits).sum()) if bits else None
 
     def compile_all(cells: list) -> dict[str, Any]:
         from compile_kernels import TRITON_E2M1, Call, compile_here
@@ -304,7 +309,10 @@ def measure(pair: list[Worker], cell: tuple[str, str, int], rounds: int) -> dict
     times: list[list[float]] = [[], []]
     for turn in range(rounds):
         for i in (0, 1) if turn % 2 == 0 else (1, 0):
-            times[i] += pair[i].ask("replay", 5)["us"]
+            answer = pair[i].ask("replay", 5)
+            if facts[i]["check"] != answer["check"]:
+                return {**row, "error": "the result changed while the graph was replayed"}
+            times[i] += answer["us"]
     before, after = (statistics.median(t) / facts[0]["sets"] for t in times)
     row |= {"before_us": round(before, 3), "after_us": round(after, 3)}
     return {
