@@ -401,10 +401,8 @@ def test_threads():
 def test_mixed_batches_are_refused_by_peft():
     model = adapted().eval()
     integration.attach(model)
-    want = logits_of(model)
     with pytest.raises(ValueError, match="does not support mixed"):
         model(input_ids=IDS, use_cache=False, adapter_names=["default", "__base__"])
-    assert torch.equal(logits_of(model), want)
 
 
 def test_replicas_of_data_parallel(monkeypatch):
