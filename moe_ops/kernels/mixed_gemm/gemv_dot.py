@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.device.interpreter import INTERPRET
+from moe_ops.kernels.device.loads import load_along_rows
 from moe_ops.kernels.gemm.gemv import repeat_each
 from moe_ops.kernels.mixed_gemm.decode import group_scale, is_e2m1
 
@@ -167,19 +168,6 @@ def load_columns(x_ptr, stride, chunk, here, WORD: tl.constexpr):
 
 
 @triton.jit
-def load_apart(ptrs, mask, other: tl.constexpr):
-    """Numbers (BLOCK_N, CHUNKS), each loaded by the thread that loads its chunk.
-
-    The load has one dimension. Of several, none of them contiguous in memory, Triton 3.6 spreads
-    threads over the first and later versions over the last.
-    """
-    rows: tl.constexpr = ptrs.shape[0]
-    chunks: tl.constexpr = ptrs.shape[1]
-    mask = tl.broadcast_to(mask, (rows, chunks)).reshape(rows * chunks)
-    return tl.load(ptrs.reshape(rows * chunks), mask=mask, other=other).reshape(rows, chunks)
-
-
-@triton.jit
 def load_side_by_side(
     w_scale_ptr,
     expert,
@@ -209,7 +197,7 @@ def load_side_by_side(
     )[None, :]
     # 32 bits address the scales of one expert
     ptr += (row // R * (w_scale_stride_n // BYTES) + row % R * 2 * w_scale_stride_g)[:, None]
-    s = load_apart(ptr, here, 0)
+    s = load_along_rows(ptr, here, 0)
     if BYTES == 1:
         return s, s
     else:
@@ -275,15 +263,15 @@ def load_chunks(
     group = chunk * COLUMNS // SCALE_GROUP if SCALE_GROUP > 0 else chunk * 0
     w_scale_ptr += (expert * w_scale_stride_e + group * w_scale_stride_g)[None, :]
     w_scale_ptr += (scale_row.to(tl.int64) * w_scale_stride_n)[:, None]
-    first = load_apart(w_scale_ptr, here, 0)
+    first = load_along_rows(w_scale_ptr, here, 0)
     second = first
     if SCALE_GROUP > 0 and SCALE_GROUP < COLUMNS:
         tl.static_assert(2 * SCALE_GROUP == COLUMNS)
-        second = load_apart(w_scale_ptr + w_scale_stride_g, here, 0)
+        second = load_along_rows(w_scale_ptr + w_scale_stride_g, here, 0)
     zero = first
     if w_zero_ptr is not None:
         w_zero_ptr += (expert * w_zero_stride_e + group * w_zero_stride_g)[None, :]
-        zero = load_apart(w_zero_ptr + (row.to(tl.int64) * w_zero_stride_n)[:, None], here, 0)
+        zero = load_along_rows(w_zero_ptr + (row.to(tl.int64) * w_zero_stride_n)[:, None], here, 0)
     return w, first, second, zero
 
 

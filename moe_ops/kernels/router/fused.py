@@ -154,8 +154,11 @@ def moe_ops_router_choice(
         total += linear_bias
     logits = total.to(logits_ptr.dtype.element_ty)
     tl.store(logits_ptr + row * (G * S) + expert, logits, mask=is_expert)
+    bias = None
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert * bias_stride, mask=is_expert, other=0.0)
     weights, ids = topk.choose(
-        logits, bias_ptr, bias_stride, scaling_factor, G, S, TOP_K, TOPK_GROUPS, SCORING,
+        logits, bias, scaling_factor, G, S, TOP_K, TOPK_GROUPS, SCORING,
         RENORMALIZE, BLOCK_G, BLOCK_S, BLOCK_TOP_K,
     )  # fmt: skip
     slot = tl.arange(0, BLOCK_TOP_K)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels import launch
+from moe_ops.kernels.device.loads import load_along_rows
 from moe_ops.kernels.launch import (
     Address,
     Constant,
@@ -64,6 +65,14 @@ def _flat(x):
 
 
 @triton.jit
+def _load_groups(ptrs, mask):
+    """Numbers (BLOCK_G, BLOCK_S). Neighbouring threads hold members of different groups, which
+    takes fewer shuffles where each group is reduced.
+    """
+    return load_along_rows(ptrs.trans(), mask.trans(), 0.0).trans()
+
+
+@triton.jit
 def _score(x, row_max, row_scale, SCORING: tl.constexpr):
     """Scores of finite logits; zero for the lowest finite number, which stands for no
     candidate.
@@ -86,8 +95,7 @@ def _score(x, row_max, row_scale, SCORING: tl.constexpr):
 @triton.jit
 def choose(
     logits,  # (BLOCK_G, BLOCK_S), any float dtype
-    bias_ptr,  # (E,)
-    bias_stride,
+    bias,  # (BLOCK_G, BLOCK_S), or None
     scaling_factor,
     G: tl.constexpr,
     S: tl.constexpr,
@@ -115,15 +123,14 @@ def choose(
     # Every scoring is monotonic, so that without a bias the logits themselves choose, and the ids
     # do not depend on how exp rounds.
     key = x
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + expert * bias_stride, mask=is_expert, other=0.0)
+    if bias is not None:
         biased = _score(x, row_max, row_scale, SCORING) + bias.to(tl.float32)
         key = tl.where((x > _LOWEST) & (biased > _LOWEST), biased, _LOWEST)  # NaN is not greater
     key = tl.where(is_expert, key, float("-inf"))
 
     if TOPK_GROUPS < G:
         group_score = tl.max(key, 1)
-        if bias_ptr is not None and S > 1:
+        if bias is not None and S > 1:
             is_first = key == group_score[:, None]
             first = tl.min(tl.where(is_first, member, BLOCK_S), 1)
             second = tl.max(tl.where(member == first[:, None], float("-inf"), key), 1)
@@ -147,7 +154,7 @@ def choose(
         winner = tl.min(_flat(tl.where(ordered == best, expert, G * S)), 0)
         # Without a bias the key is the logit. With one, the logit is found by a sum over the row,
         # which does not delay the next maximum; loading it again would delay the weights.
-        if bias_ptr is not None:
+        if bias is not None:
             logit = tl.sum(_flat(tl.where(is_expert & (expert == winner), x, 0.0)), 0)
         else:
             logit = _unordered(best)
@@ -244,10 +251,13 @@ def moe_ops_router_topk(
     group = tl.arange(0, BLOCK_G)[:, None]
     member = tl.arange(0, BLOCK_S)[None, :]
     is_expert = (group < G) & (member < S)
-    logit_ptrs = logits_ptr + row * logits_stride_m + (group * S + member) * logits_stride_e
-    logits = tl.load(logit_ptrs, mask=is_expert, other=0.0)
+    expert = group * S + member
+    logits = _load_groups(logits_ptr + row * logits_stride_m + expert * logits_stride_e, is_expert)
+    bias = None
+    if bias_ptr is not None:
+        bias = _load_groups(bias_ptr + expert * bias_stride, is_expert)
     weights, ids = choose(
-        logits, bias_ptr, bias_stride, scaling_factor, G, S, TOP_K, TOPK_GROUPS, SCORING,
+        logits, bias, scaling_factor, G, S, TOP_K, TOPK_GROUPS, SCORING,
         RENORMALIZE, BLOCK_G, BLOCK_S, BLOCK_TOP_K,
     )  # fmt: skip
     slot = tl.arange(0, BLOCK_TOP_K)
