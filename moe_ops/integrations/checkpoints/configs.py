@@ -402,7 +402,7 @@ def _auto_round(config: Config, module: str) -> Config:
     return config | {"quant_method": "awq" if packing.endswith("awq") else "gptq"}
 
 
-_INTEGERS = {"pack_dtype": ("int32",), "is_marlin_format": (False,)}
+_INTEGERS = {"pack_dtype": ("int32",), "is_marlin_format": (False,), "data_type": ("int",)}
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 GPTQ = Family(
     used={

@@ -436,6 +436,15 @@ def test_gptq_formats_and_dynamic_fields(tmp_path):
         assert ((got - want).abs() <= 2**-22 * want.abs()).all()
 
 
+@pytest.mark.parametrize("writer", [GPTQ(sym=True), AWQWriter()])
+def test_auto_round_exports_in_the_formats_of_others(writer, tmp_path):
+    """With its own name of the elements' type beside their fields."""
+    weight = read(tmp_path, with_config(writer, data_type="int", provider="auto-round"))
+    assert weight.scheme.startswith("int4_w4a16")
+    with pytest.raises(ValueError, match="data_type of quantization_config must be 'int', got"):
+        read(tmp_path, with_config(writer, data_type="float"))
+
+
 def test_auto_round(tmp_path):
     fields = {"bits": 4, "group_size": 128, "sym": True, "data_type": "int", "iters": 200}
     fields |= {"quant_method": "auto-round", "autoround_version": "0.8"}
