@@ -18,17 +18,7 @@ from moe_ops import activations, numerics
 from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.autograd.products import grouped_mm
 from moe_ops.numerics import permute
-from moe_ops.ops import transforms
 from moe_ops.ops.call import ExpertsCall, Weight
-
-
-def refuse_transforms() -> None:
-    """Raise RuntimeError inside torch.func transforms, which can neither differentiate nor batch
-    operators whose derivatives are written in Python.
-    """
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return
-    transforms.refuse(torch._C._functorch.peek_interpreter_stack().key().name)
 
 
 def grouped_linear(
@@ -42,7 +32,6 @@ def grouped_linear(
     """Differentiable grouped linear: (S, N) in x's dtype, computed in fp32 if the scheme
     quantizes.
     """
-    refuse_transforms()
     if weight.scheme:
         if rows_valid is None:
             rows_valid = torch.arange(x.shape[0], device=x.device) < offsets[-1]
@@ -54,7 +43,6 @@ def grouped_linear(
 
 def fused_experts(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> Tensor:
     """Differentiable experts, (M, K) in hidden_states' dtype; so are their gradients."""
-    refuse_transforms()
     pairs = permute.sort_pairs(call.topk_ids, call.w13.data.shape[0], call.expert_map)
     rows = gemm1_input(call, pairs)
     gate_up = product(grouped_mm, rows, call.w13, pairs, call.w13_bias, adapters.w13)

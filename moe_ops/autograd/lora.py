@@ -127,7 +127,6 @@ forward = register_function(
     recorded(_OPTIONS, _GRADIENTS, _run_backward, _layer),
     devices=TORCH_DEVICES,
     flops=flops.lora_experts_forward,
-    refuses_transforms=True,
 )
 
 
@@ -140,6 +139,7 @@ backward = register_function(
     _backward_fake,
     devices=TORCH_DEVICES,
     flops=flops.lora_experts_backward,
+    one_by_one=True,
 )
 
 

@@ -131,6 +131,7 @@ grouped_mm = register_function(
     (_mm_backward, _save_mm),
     devices=TORCH_DEVICES,
     flops=flops.grouped_mm,
+    one_by_one=True,
 )
 
 
@@ -142,4 +143,5 @@ grouped_outer = register_function(
     (_outer_backward, _save_outer),
     devices=TORCH_DEVICES,
     flops=flops.grouped_outer,
+    one_by_one=True,
 )

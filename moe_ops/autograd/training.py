@@ -276,7 +276,6 @@ forward = register_function(
     recorded((9,), _GRADIENTS, _run_backward, _layer),
     devices=TORCH_DEVICES,
     flops=flops.experts_forward,
-    refuses_transforms=True,
 )
 
 
@@ -288,6 +287,7 @@ backward = register_function(
     _backward_fake,
     devices=TORCH_DEVICES,
     flops=flops.experts_backward,
+    one_by_one=True,
 )
 
 

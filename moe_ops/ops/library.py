@@ -354,7 +354,7 @@ def register(
     for kind_name, function in launch.items():
         kind = KINDS[kind_name]
         op_name = f"{name}_{kind_name}"
-        ops[kind_name] = _define(op_name, schema(kind.args), True)
+        ops[kind_name] = _define(op_name, schema(kind.args))
         keys = (*devices, "CPU") if interpreted else devices
         kernels[kind_name] = {key.lower(): _entry(function, kind, key, True) for key in keys}
         for key in keys:
@@ -425,11 +425,10 @@ def registered() -> tuple[Backend, ...]:
     return tuple(_registered)
 
 
-def _define(name: str, signature: str, refuses_transforms: bool) -> Any:
+def _define(name: str, signature: str, one_by_one: bool = False) -> Any:
     LIB.define(name + signature)
     op = getattr(torch.ops.moe_ops, name).default
-    if refuses_transforms:
-        LIB.impl(name, transforms.refusing(op), transforms.KEY)
+    LIB.impl(name, transforms.under_transforms(op, one_by_one), transforms.KEY)
     return op
 
 
@@ -602,7 +601,7 @@ def register_function(
     derivative: tuple[Callable, Callable] | None = None,
     devices: tuple[str, ...] = ("CPU", "CUDA"),
     flops: Callable | None = None,
-    refuses_transforms: bool = False,
+    one_by_one: bool = False,
 ) -> Callable:
     """Define `moe_ops::<name>`, an op outside the three families (router, training products).
 
@@ -612,10 +611,9 @@ def register_function(
         derivative: backward and setup_context, as torch.library.register_autograd takes them.
         devices: dispatch keys that run `function`.
         flops: its formula in `meta.flops`; None for an op without a matrix product.
-        refuses_transforms: see ops/transforms.py. Void ops must: torch neither differentiates nor
-            batches them, and drops derivatives without a word.
+        one_by_one: torch.func.vmap runs it for each entry of a batch; void ops cannot be.
     """
-    op = _define(name, signature, refuses_transforms)
+    op = _define(name, signature, one_by_one)
     kernel = in_memory(function, name)
     if derivative is None:
         kernel = below_autograd(kernel)

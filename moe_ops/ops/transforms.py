@@ -7,6 +7,7 @@ graphs of torch.compile with a transform inside, programs that were captured.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,30 +16,63 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from moe_ops.environment import constant
+
 # of the dispatcher: what runs an operator inside of a transform, before all other kernels
 KEY = "FuncTorchDynamicLayerFrontMode"
 
 
+_NO_TANGENTS = "moe_ops has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors)"
+
+
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """Raise RuntimeError where a tensor has a tangent, which an operator would drop."""
+    if torch.compiler.is_dynamo_compiling():
+        _refuse_compiled_duals()
     for t in tensors:
         if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-            raise RuntimeError(
-                "moe_ops has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors): "
-                "use reverse mode, torch.autograd.grad"
-            )
+            raise RuntimeError(f"{_NO_TANGENTS}: use reverse mode, torch.autograd.grad")
+
+
+@constant
+def _refuse_compiled_duals() -> None:
+    """Raise RuntimeError where Dynamo traces in a dual level that was entered outside: its tensors
+    show no tangents, and what Inductor computes before an operator has none.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    if not any([transform.key().name == "Jvp" for transform in stack]):
+        raise RuntimeError(
+            f"{_NO_TANGENTS}, and compiled functions may drop those of others: inside of a dual "
+            "level call it uncompiled"
+        )
 
 
 def refuse_linearize() -> None:
     """Raise RuntimeError where torch.func.linearize traces a call without tangents. It takes the
     outputs of void operators for constants, and reads them before these have run.
     """
-    tracing = torch._C._TorchDispatchModeKey.PROXY
-    if forward_ad._current_level >= 0 and torch._C._get_dispatch_mode(tracing) is not None:
+    if forward_ad._current_level < 0:
+        return
+    tracing = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    if tracing and innermost() != "Jvp":  # linearize enters a dual level, and no transform
         raise RuntimeError(
             "moe_ops cannot be called inside of torch.func.linearize, which reads results before "
             "they are computed: call it outside of the function that is linearized"
         )
+
+
+def active() -> bool:
+    """Whether operators might refuse a call of their inputs that torch's own would take."""
+    return forward_ad._current_level >= 0 or bool(innermost())
+
+
+@constant
+def innermost() -> str:
+    """The transform that runs: "Grad", "Jvp", "Vmap" or "Functionalize"; "" outside of all. Dynamo
+    enters those that it traces.
+    """
+    transform = torch._C._functorch.peek_interpreter_stack()
+    return "" if transform is None else transform.key().name
 
 
 def refuse(transform: str) -> None:
@@ -59,9 +93,12 @@ def refuse(transform: str) -> None:
     )
 
 
-def refusing(op: Callable) -> Callable:
+def under_transforms(op: Callable, one_by_one: bool) -> Callable:
     """What runs an operator inside of a transform: it refuses tensors that the innermost one
     differentiates or batches. Where there are none it runs the operator one level below.
+
+    Args:
+        one_by_one: run the operator once for each entry of a batch, and do not refuse it.
     """
 
     def run(*values: Any) -> Any:
@@ -69,23 +106,45 @@ def refusing(op: Callable) -> Callable:
 
         transform = retrieve_current_functorch_interpreter()
         level, name = transform.level(), transform.key().name
-
-        def is_of_level(t: Tensor) -> bool:
-            return torch._C._functorch.maybe_get_level(t) == level
+        tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+        tensors = [t for t in tensors if _level(t) == level]
+        if name == "Jvp":
+            refuse_tangents(tensors)
+        elif name == "Grad":
+            if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+                refuse(name)
+        elif tensors and name == "Vmap" and one_by_one:
+            return _one_by_one(op, values, transform)
+        elif tensors or name == "Functionalize":
+            refuse(name)
 
         def below(t: Tensor) -> Tensor:
             return torch._C._functorch._unwrap_for_grad(t, level)
 
-        tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-        tensors = [t for t in tensors if is_of_level(t)]
-        if name == "Jvp":
-            refuse_tangents(tensors)
-        elif name != "Grad":
-            if tensors or name == "Functionalize":
-                refuse(name)
-        elif torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
-            refuse(name)
         with transform.lower():
             return op(*pytree.tree_map_only(Tensor, below, values))
 
     return torch._disable_dynamo(run)  # levels must not change where it would trace a frame
+
+
+def _level(t: Tensor) -> int | None:
+    """That of the transform which wraps a tensor."""
+    return torch._C._functorch.maybe_get_level(t)
+
+
+def _one_by_one(op: Callable, values: tuple, transform: Any) -> Any:
+    level = transform.level()
+
+    def entry(i: int, t: Tensor) -> Tensor:
+        if _level(t) != level:
+            return t
+        dim = torch._C._functorch.maybe_get_bdim(t)
+        return torch._C._functorch.get_unwrapped(t).select(dim, i)
+
+    found = []
+    with transform.lower():
+        for i in range(transform.batch_size()):
+            one = pytree.tree_map_only(Tensor, functools.partial(entry, i), values)
+            found.append(op(*one))
+        together = pytree.tree_map(lambda *ts: torch.stack(ts), *found)
+    return pytree.tree_map(lambda t: torch._C._functorch._add_batch_dim(t, 0, level), together)

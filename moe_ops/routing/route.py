@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_ids, check_number, check_rank, check_tensor
 from moe_ops.kernels.launch import Lazy
+from moe_ops.ops import transforms
 from moe_ops.ops.library import register_function
 from moe_ops.ops.memory import refuse_lost
 from moe_ops.routing.methods import (
@@ -120,7 +120,7 @@ def route(
     fused = router_logits.is_cuda and router_logits.shape[1] <= MAX_EXPERTS_FUSED
     fused = fused and topk_ids is None
     needs_grad = torch.is_grad_enabled() and router_logits.requires_grad
-    if fused and not needs_grad and forward_ad._current_level < 0:
+    if fused and not needs_grad and not transforms.active():
         shape = (router_logits.shape[0], top_k)
         topk_weights = router_logits.new_empty(shape, dtype=torch.float32)
         topk_ids = router_logits.new_empty(shape, dtype=torch.int32)
@@ -401,5 +401,4 @@ _ROUTE_OP = register_function(
     "int topk_groups, float scaling_factor) -> ()",
     Lazy("moe_ops.kernels.router.topk:route"),  # on the CPU under Triton's interpreter
     _fake,
-    refuses_transforms=True,
 )

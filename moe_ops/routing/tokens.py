@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ops.checks import autocasting, check_rank, check_tensor
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
 from moe_ops.meta.router import router_workspace
+from moe_ops.ops import transforms
 from moe_ops.ops.library import register_function
 from moe_ops.ops.memory import refuse_lost
 from moe_ops.routing.methods import RoutingMethod
@@ -160,7 +160,7 @@ def _is_fused(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
             return False
     if not x.is_cuda or autocasting(x.device) or weight.shape[0] > MAX_EXPERTS_FUSED:
         return False
-    if forward_ad._current_level >= 0:  # the operator supports no forward-mode AD
+    if transforms.active():
         return False
     return not (torch.is_grad_enabled() and any([t.requires_grad for t in tensors]))
 
@@ -248,5 +248,4 @@ _OP = register_function(
     Lazy("moe_ops.kernels.router.fused:route_tokens"),  # on the CPU under Triton's interpreter
     _fake,
     flops=flops.route_tokens,
-    refuses_transforms=True,
 )

@@ -74,6 +74,51 @@ def test_make_fx_keeps_gradients(tracing):
     check(gradients(lambda x: traced(x, *module.parameters()), module, x), module, x)
 
 
+def exported_with_gradients() -> tuple[torch.export.ExportedProgram, nn.Module]:
+    """All operators that record gradients, of weights of all kinds."""
+
+    class All(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = Experts()
+            shapes = (E, 2, K), (E, 2 * I, 2), (E, 2, I), (E, K, 2)
+            self.adapter = nn.ParameterList([torch.randn(*shape) for shape in shapes])
+            for name in ("w13", "w2"):
+                weight = moe_ops.quantize(getattr(self.experts, name), "int4_w4a16:channel")
+                setattr(self, name, nn.Parameter(weight, requires_grad=False))
+
+        def forward(self, x):
+            weights, ids = moe_ops.route(x[:, :E], TOP_K)
+            y = self.experts(x)
+            w13, w2 = self.experts.w13, self.experts.w2
+            adapters = moe_ops.LoRA(*self.adapter)
+            y = y + moe_ops.fused_experts(y, w13, w2, weights, ids, adapters=adapters)
+            y = y + moe_ops.fused_experts(y, self.w13, self.w2, weights, ids)
+            return y, moe_ops.grouped_linear(x, w13, torch.tensor([2, 3, 3, 6]).int())
+
+    module, rows = All(), torch.export.Dim("rows", min=1, max=64)
+    return torch.export.export(module, (torch.randn(M, K),), dynamic_shapes=[{0: rows}]), module
+
+
+def test_programs_hand_no_empty_lists_to_operators_that_record():
+    """AOTInductor passes them as None, which these are not given."""
+    program, _ = exported_with_gradients()
+    nodes = [n for n in program.graph.nodes if "experts_forward" in str(n.target)]
+    assert len(nodes) == 3
+    assert all([scales for node in nodes for scales in node.args if isinstance(scales, list)])
+
+
+@pytest.mark.slow
+def test_aot_inductor_runs_programs_that_train(tmp_path):
+    program, module = exported_with_gradients()
+    package = torch._inductor.aoti_compile_and_package(program, package_path=f"{tmp_path}/all.pt2")
+    run, x = torch._inductor.aoti_load_package(package), torch.randn(13, K)
+    for grad_mode in (False, True):
+        with torch.set_grad_enabled(grad_mode):
+            for got, want in zip(run(x), module(x), strict=True):
+                assert (got - want).norm() < 1e-5 * want.norm()
+
+
 def test_transforms_are_refused_in_a_sentence():
     module, x = Experts(), torch.randn(M, K)
     for transform in (torch.func.grad, torch.func.jacrev):

@@ -5,6 +5,7 @@ an operator, eager, compiled or captured; and calls that nothing in them depends
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_ops
 
@@ -24,6 +25,7 @@ INT4 = [moe_ops.quantize(w, "int4_w4a16:channel") for w in (W13, W2)]
 ADAPTER = moe_ops.LoRA(
     *[torch.randn(*s) for s in ((E, 2, K), (E, 2 * I, 2), (E, 2, I), (E, K, 2))]
 )
+TRAINED = W13.clone().requires_grad_()
 LAYER = moe_ops.MoELayer(K, I, E, TOP_K).eval()
 FROZEN = moe_ops.MoELayer(K, I, E, TOP_K).eval().requires_grad_(False)
 
@@ -45,6 +47,7 @@ CALLS = {
     "adapter": (lambda t: experts(X, adapters=ADAPTER._replace(a13=t)), ADAPTER.a13),
     "routed": (lambda t: experts(X, weights=moe_ops.route(t, TOP_K)[0]), LOGITS),
     "grouped_linear": (lambda t: moe_ops.grouped_linear(t, W13, OFFSETS), X),
+    "trainable grouped_linear": (lambda t: moe_ops.grouped_linear(t, TRAINED, OFFSETS), X),
     "batched_experts": (batched, X),
     "layer": (LAYER, X),
     "frozen layer": (FROZEN, X),
@@ -84,8 +87,8 @@ def refusals(call: str):
     for name, (transform, sentence) in TRANSFORMS.items():
         if (call, name) == ("batched_experts", "grad"):
             sentence = "batched_experts has no backward"
-        if (call, name) == ("layer", "dual"):
-            sentence = "forward"  # compiled, it is torch that refuses
+        if (call, name) == ("trainable grouped_linear", "vmap"):
+            continue  # it runs, once for each entry
         yield function, argument, transform, sentence
 
 
@@ -131,15 +134,16 @@ def test_refused_by_compilers(backend):
             torch.compile(transform(function), backend=backend)(argument)
 
 
-def test_tangents_are_refused_by_a_function_compiled_without():
-    for function, argument in (CALLS["tokens"], CALLS["adapters"]):
-        torch._dynamo.reset()
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-        want = compiled(argument)
-        with pytest.raises(RuntimeError, match=NO_TANGENTS):
-            tangent(compiled)(argument)
-        with forward_ad.dual_level():
-            assert torch.equal(compiled(argument), want)
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_tangents_are_refused_by_a_function_compiled_without(backend):
+    """Also behind operators whose tangents Inductor drops."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda t: experts(2 * t), backend=backend)
+    assert (compiled(X) - experts(2 * X)).norm() < 1e-5 * X.norm()
+    with pytest.raises(RuntimeError, match=NO_TANGENTS):
+        tangent(compiled)(X)
 
 
 @pytest.mark.parametrize("call", ["tokens", "grouped_linear", "frozen layer"])
@@ -158,22 +162,44 @@ def test_refused_by_captured_programs(call):
             transform(program)(argument)
 
 
-def routed(t):
-    return moe_ops.route(t, TOP_K)[0].square().sum()
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
-def test_routing_has_derivatives(compiler):
-    leaf = LOGITS.clone().requires_grad_()
-    (want,) = torch.autograd.grad(routed(leaf), leaf)
-    direction = torch.randn(M, E)
+def test_routing_has_derivatives(compiler, device):
+    """Also where a kernel without any runs elsewhere, which graphs do not show at first."""
+    weight, direction = W13[0, :E].to(device), torch.randn(M, K, device=device)
 
-    def both(t):
-        return torch.func.grad(routed)(t), torch.func.jvp(routed, (t,), (direction,))[1]
+    def routed(t):
+        weights = moe_ops.route_tokens(t, weight, TOP_K)[1]
+        return (weights * moe_ops.route(t @ weight.T, TOP_K)[0]).square().sum()
 
-    got, along = (torch.compile(both, backend=compiler) if compiler else both)(LOGITS)
+    def all_of(t):
+        return (
+            torch.func.grad(routed)(t),
+            torch.func.jvp(routed, (t,), (direction,))[1],
+            torch.func.vmap(routed)(torch.stack([2 * t, t]))[1],
+        )
+
+    leaf = X.to(device).requires_grad_()
+    value = routed(leaf)
+    (want,) = torch.autograd.grad(value, leaf)
+    torch._dynamo.reset()
+    run = torch.compile(all_of, backend=compiler) if compiler else all_of
+    got, along, of_batch = run(leaf.detach())
     assert (got - want).norm() < 1e-5 * want.norm()
     assert (along - (want * direction).sum()).abs() < 1e-5 * want.norm() * direction.norm()
+    assert (of_batch - value).abs() < 1e-5 * value.abs()
 
 
 @pytest.mark.parametrize("compiler", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
@@ -228,6 +254,39 @@ def test_linearize_is_refused_where_it_would_read_too_early():
         torch.func.linearize(lambda t: t.sum() * experts(X), X)
     with pytest.raises(RuntimeError, match="cannot be functionalized"):
         torch.func.functionalize(experts)(X)
+
+
+def test_linear_operators_of_a_jvp_are_traced():
+    def function(t):
+        return torch.func.jvp(lambda t: t.sum() * experts(X), (t,), (TANGENT,))[1]
+
+    traced = make_fx(function)(X)
+    assert torch.equal(traced(X), function(X))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t, w13: experts(t, w13),
+        lambda t, w13: experts(t, w13, adapters=ADAPTER),
+        lambda t, w13: moe_ops.grouped_linear(t, w13, OFFSETS),
+    ],
+    ids=["experts", "adapters", "grouped_linear"],
+)
+def test_vmap_runs_backward_passes(function, create_graph):
+    leaves = [t.clone().requires_grad_() for t in (X, W13)]
+    out = function(*leaves)
+    many = torch.randn(3, *out.shape)
+
+    def backward(grad):
+        return torch.autograd.grad(out, leaves, grad, retain_graph=True, create_graph=create_graph)
+
+    got = torch.func.vmap(backward)(many)
+    for i, grad in enumerate(many):
+        want = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        for a, b in zip(got, want, strict=True):
+            assert (a[i] - b).norm() < 1e-5 * b.norm()
 
 
 def test_outer_transforms_do_not_reach_operators_that_keep_their_own_gradients():

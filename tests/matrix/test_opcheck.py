@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
@@ -309,6 +310,13 @@ def test_opcheck(name, variant, device, monkeypatch):
     for op, args, kwargs in calls:
         results = opcheck(op, args, kwargs, test_utils=UTILITIES)
         assert set(results) == set(UTILITIES)
+        if variant == "plain" and SAMPLES[name][0] is training_calls:
+            opcheck(op, pytree.tree_map_only(torch.Tensor, recording, args), kwargs)
+
+
+def recording(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that requires grad where it may."""
+    return tensor.clone().requires_grad_(tensor.is_floating_point())
 
 
 def allow_eight_bits(monkeypatch) -> None:
