@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from moe_ops import environment
 from moe_ops.activations import Activation
@@ -30,12 +31,14 @@ _attributes = operator.itemgetter(*_ATTRIBUTES)
 @environment.constant
 def _as_attributes() -> bool:
     """Whether torch.compile traces what quantized weights cannot be inputs of: branches of
-    torch.cond, loops and regions. torch.export takes them as they are.
+    torch.cond, loops and regions. torch.export takes them as they are, unless some are arguments.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    inside = InstructionTranslator.current_tx().output.current_tracer.parent is not None
-    return inside or torch.compiler.is_exporting()
+    output = InstructionTranslator.current_tx().output
+    if output.current_tracer.parent is not None or not torch.compiler.is_exporting():
+        return output.current_tracer.parent is not None
+    return not any([hasattr(leaf, "weight_layout") for leaf in tree_leaves(output.local_scope)])
 
 
 class Weight(NamedTuple):

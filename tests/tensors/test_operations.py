@@ -489,6 +489,26 @@ def test_weights_that_are_no_parameters_are_exported(strict):
     torch.testing.assert_close(program.module()(x), x + run(w), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_weights_that_are_arguments_are_exported(strict):
+    """A program computes with the weights that it is given."""
+    ids = torch.tensor([[0, 1], [1, 2], [3, 0]])
+
+    class Module(nn.Module):
+        def forward(self, x, weights):
+            return moe_ops.fused_experts(x, *weights, torch.ones(3, 2), ids)
+
+    module, x = Module(), sample(3, K)
+    given = [
+        [make("int8_w8a16", *shape, seed=i) for shape in ((E, N, K), (E, K, N // 2))]
+        for i in (0, 1)
+    ]
+    program = torch.export.export(module, (x, given[0]), strict=strict).module()
+    for weights in given:
+        got, want = program(x, weights), module(x, weights)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
 def test_parts_are_those_of_quantized_weights():
     with pytest.raises(ValueError, match="weight must be a quantized weight, got a Tensor"):
         torch.ops.moe_ops.part(sample(3), "qdata")
