@@ -59,9 +59,10 @@ def _with_card(own: Callable) -> Callable:
 
     @functools.wraps(own)
     def save_pretrained(
-        self: PreTrainedModel, save_directory: Any, is_main_process: bool = True, **kwargs: Any
+        self: PreTrainedModel, save_directory: Any, *more: Any, **named: Any
     ) -> Any:
-        result = own(self, save_directory, is_main_process, **kwargs)
+        result = own(self, save_directory, *more, **named)
+        is_main_process = more[0] if more else named.get("is_main_process", True)
         folder, text = Path(save_directory), card(self)
         if text and is_main_process and (folder / "config.json").is_file():
             readme = folder / "README.md"

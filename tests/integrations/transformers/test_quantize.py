@@ -276,8 +276,10 @@ def test_a_saved_model_says_how_to_load_it(tmp_path):
         mine.write_text("mine")
         model.save_pretrained(mine.parent, max_shard_size="10KB")
         assert mine.read_text() == "mine"
-    model.save_pretrained(tmp_path / "rank", is_main_process=False)
-    assert not (tmp_path / "rank" / "README.md").exists()
+    for options in ({"is_main_process": False}, (False, model.state_dict())):
+        named, more = (options, ()) if isinstance(options, dict) else ({}, options)
+        model.save_pretrained(tmp_path / "rank", *more, **named)
+        assert not (tmp_path / "rank" / "README.md").exists()
 
 
 def test_saving_a_quantized_model_with_tied_embeddings(tmp_path):
