@@ -47,7 +47,7 @@ def output(layer: Layer, inputs: tuple[Tensor, ...]) -> Tensor:
 def probe(model: nn.Module) -> tuple[Layer, tuple[Tensor, ...]]:
     """A layer and the inputs that its check takes, of unit scale."""
     layer = layers_of.find(model)[0]
-    return layer, hook._probe(layer, [getattr(layer.owner, name) for name in layer.weights])
+    return layer, hook.probe(layer)
 
 
 def fits(model: nn.Module, scheme: str) -> bool:
