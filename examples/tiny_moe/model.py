@@ -2,7 +2,8 @@
 
 It has the Qwen3-MoE architecture of transformers (hidden 128, 4 layers of 8 experts, top-2) and
 was trained by `train.py` beside this file on the sources of Python's own standard library. A token
-is a byte, so there is no tokenizer to download: `encode` and `decode` are the whole of it.
+is a byte: `encode` and `decode` are all that takes, and tokenizer.json is the same to transformers'
+AutoTokenizer, pipelines and trainers.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import copy
 import hashlib
 import json
 import math
+import shutil
 import sysconfig
 import time
 from pathlib import Path
@@ -102,6 +103,9 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 def save(model, optimizer, history: dict, step: int, out: Path) -> None:
     """Writes the model (bf16 safetensors), the loss plot and what resuming needs."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # a token is a byte, of any text
+        if out.resolve() != HERE:
+            shutil.copy(HERE / name, out)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     torch.save({**state, "history": json.dumps(history)}, out / "checkpoint.tmp")
     (out / "checkpoint.tmp").replace(out / "checkpoint.pt")

@@ -3,6 +3,7 @@ settings."""
 
 import argparse
 import os
+import random
 import re
 import runpy
 import subprocess
@@ -83,6 +84,42 @@ def common(monkeypatch):
         import common
     yield common
     del sys.modules["common"]
+
+
+def test_the_tokenizer_of_the_tiny_model_maps_bytes():
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EXAMPLES / "tiny_moe")
+    assert len(tokenizer) == 256 and tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+    rng = random.Random(0)
+    drawn = [chr(rng.choice((rng.randrange(128), rng.randrange(0xD800)))) for _ in range(500)]
+    for text in (
+        "",
+        " a  b\n\t",
+        "don't .",
+        "Āé 日本語 🎉",
+        "".join(map(chr, range(256))),
+        "".join(drawn),
+    ):
+        ids = tokenizer(text)["input_ids"]
+        assert bytes(ids) == text.encode()
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text.replace("\0", "")
+    data = bytes(range(255, 0, -1))
+    assert tokenizer.decode(list(data)) == data.decode("utf-8", errors="replace")
+    batch = tokenizer(["ab", "abcd"], padding=True)
+    assert batch["input_ids"][0] == [97, 98, 0, 0] and batch["attention_mask"][0] == [1, 1, 0, 0]
+    chat = [{"role": "user", "content": "class A:"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "class A:\n"
+
+
+def test_the_tiny_model_runs_in_a_pipeline():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(EXAMPLES / "tiny_moe")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EXAMPLES / "tiny_moe")
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text, greedy = "class Queue:", {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(torch.tensor([list(text.encode())]), **greedy)[0]
+    assert pipe(text, **greedy)[0]["generated_text"] == bytes(expected.tolist()).decode()
 
 
 def test_schemes_of_command_lines(common):
