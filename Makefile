@@ -16,23 +16,34 @@ SEED ?= 0
 
 venv: $(STAMP)
 
+NEW_VENV = if [ ! -x $(PY) ]; then \
+  if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+    $(PYTHON) -m venv --system-site-packages $(VENV); \
+  else \
+    $(PYTHON) -m venv $(VENV); \
+  fi; \
+fi; $(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install '$(TORCH)'
+
 # A torch that python3 already has is reused: a GPU box keeps the one built for its driver. Otherwise
 # torch comes first and alone, so that nothing after it chooses another build of it. Installing builds
 # the CPU kernels too, where there is a C++ compiler.
 $(STAMP): pyproject.toml hatch_build.py $(wildcard moe_ops/csrc/cpu/*)
-	@if [ ! -x $(PY) ]; then \
-	  if $(PYTHON) -c 'import torch' 2>/dev/null; then \
-	    $(PYTHON) -m venv --system-site-packages $(VENV); \
-	  else \
-	    $(PYTHON) -m venv $(VENV); \
-	  fi; \
-	fi
-	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q '$(TORCH)'
+	@$(NEW_VENV)
 	$(PY) -m pip install -q -e '.[dev]'
 	@touch $@
 
-demo: venv
-	$(PY) examples/generate.py
+# Two minutes on a machine with torch. The environment in use serves if it has all that the demo
+# needs, else .venv, which gets that and nothing for development.
+NEEDED := -W ignore -c 'import moe_ops.integrations.transformers, safetensors'
+demo: export PYTHONPATH := .
+demo:
+	@for py in $(PYTHON) $(PY); do $$py $(NEEDED) 2>/dev/null && break; py=; done; \
+	if [ -z "$$py" ]; then \
+	  echo "installing into $(VENV): torch where there is none, transformers and this package"; \
+	  $(NEW_VENV) && $(PY) -m pip install -e '.[transformers]' || exit 1; \
+	  py=$(PY); \
+	fi; \
+	echo "running examples/generate.py with $$py"; $$py examples/generate.py
 
 # Lint, types and the fast tests, under two minutes on two cores: for each change.
 check: venv
