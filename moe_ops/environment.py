@@ -213,7 +213,7 @@ def when_imported(module: str, function: Callable[[], object]) -> None:
     _call_awaited()
 
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 _awaited: dict[str, list[Callable[[], object]]] = {}  # by the name of the module
 
 
