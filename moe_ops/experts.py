@@ -143,7 +143,8 @@ def fused_experts(
             hidden_states_scale is None, hidden_states, w13, w2, w13_bias, w2_bias
         )
     a, b = take_apart(w13, _gather), take_apart(w2, _gather)
-    w13_bias, w2_bias = _whole(w13_bias), _whole(w2_bias)
+    if w13_bias is not None or w2_bias is not None:
+        w13_bias, w2_bias = _whole(w13_bias), _whole(w2_bias)
     if forward_ad._current_level >= 0:
         refuse_tangents((hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias))
     needs_grad = torch.is_grad_enabled() and _requires_grad(
@@ -247,7 +248,8 @@ def batched_experts(
             hidden_states_scale is None, hidden_states, w13, w2, w13_bias, w2_bias
         )
     a, b = take_apart(w13, _gather), take_apart(w2, _gather)
-    w13_bias, w2_bias = _whole(w13_bias), _whole(w2_bias)
+    if w13_bias is not None or w2_bias is not None:
+        w13_bias, w2_bias = _whole(w13_bias), _whole(w2_bias)
     if forward_ad._current_level >= 0:
         refuse_tangents((hidden_states, a.data, b.data, w13_bias, w2_bias))
     needs_grad = torch.is_grad_enabled() and _requires_grad(
@@ -308,7 +310,7 @@ def grouped_linear(
         x_scale = _scale_of_input("x", x_scale, x_global_scale)
     if checks.autocasting(x.device):
         x, weight, bias = _autocast(x_scale is None, x, weight, bias)
-    a, bias = take_apart(weight, _gather), _whole(bias)
+    a, bias = take_apart(weight, _gather), bias if bias is None else _whole(bias)
     if forward_ad._current_level >= 0:
         refuse_tangents((x, a.data, bias))
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
