@@ -43,7 +43,7 @@ demo:
 	  $(NEW_VENV) && $(PY) -m pip install -e '.[transformers]' || exit 1; \
 	  py=$(PY); \
 	fi; \
-	echo "running examples/generate.py with $$py"; $$py examples/generate.py
+	$$py hatch_build.py; echo "running examples/generate.py with $$py"; $$py examples/generate.py
 
 # Lint, types and the fast tests, under two minutes on two cores: for each change.
 check: venv

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -283,7 +284,8 @@ def test_facts_tell_whether_the_cpu_kernel_is_in_use(monkeypatch, tmp_path):
     assert info.facts()["cpu_kernel"].startswith("not built: ")
     library.touch()
     assert re.match("built, but cannot be loaded: .* file too short", cpu.why_not())
-    monkeypatch.setattr(cpu.ctypes, "CDLL", lambda path: None)
+    of_these = types.SimpleNamespace(moe_ops_cpu_sources=lambda: b"")
+    monkeypatch.setattr(cpu.ctypes, "CDLL", lambda path: of_these)
     assert "AMX and NEON: built, but this processor lacks AVX2" in flat(
         info.format_facts(info.facts())
     )

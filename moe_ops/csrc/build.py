@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).parent / "cutlass"
+CPU_SOURCES = Path(__file__).parent / "cpu"
+CPU_SUFFIXES = (".cpp", ".h", ".inc")
 ABI = 2  # MOE_OPS_CUTLASS_ABI of grouped.h
 
 # files of each object; each takes 25 to 110 s and up to 5.6 GB of memory
@@ -180,6 +182,15 @@ def fingerprint(architecture: str) -> str:
     for path in sorted(path for path in SOURCES.iterdir() if path.suffix in SUFFIXES):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def cpu_fingerprint() -> str:
+    """Of the sources of the CPU kernels, which their library names; "" if they are not there."""
+    paths = sorted(path for path in CPU_SOURCES.glob("*") if path.suffix in CPU_SUFFIXES)
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16] if paths else ""
 
 
 def _stem(architecture: str) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 import moe_ops
 from moe_ops import environment
+from moe_ops.csrc import build as build_of_package
 from tests.house.test_documents import documents
 from tests.support.paths import ROOT
 
@@ -59,6 +60,22 @@ def build(hook, tmp_path):
 def test_compiler_of_path_is_used(hook, tmp_path):
     script(tmp_path / "bin" / "g++", COMPILES)
     assert build(hook, tmp_path) == (None, "compiled")
+
+
+def test_the_library_names_its_sources(hook, tmp_path):
+    script(tmp_path / "bin" / "g++", f'printf "%s\\n" "$@" > {tmp_path / "flags"}; {COMPILES}')
+    library = tmp_path / "library.so"
+    assert hook.build([tmp_path / "source.cpp"], library, "0123abcd") is None
+    assert '-DMOE_OPS_CPU_SOURCES="0123abcd"' in (tmp_path / "flags").read_text().splitlines()
+    assert [path.name for path in tmp_path.glob("*library.so*")] == ["library.so"]
+    checkout = tmp_path / "moe_ops" / "csrc"
+    shutil.copytree(ROOT / "moe_ops" / "csrc" / "cpu", checkout / "cpu")
+    shutil.copy(ROOT / "moe_ops" / "csrc" / "build.py", checkout)
+    names = hook.csrc_build(tmp_path).cpu_fingerprint()
+    assert hook.build_cpu(tmp_path) is None and names == build_of_package.cpu_fingerprint()
+    assert f'-DMOE_OPS_CPU_SOURCES="{names}"' in (tmp_path / "flags").read_text().splitlines()
+    (checkout / "cpu" / "bf16.h").write_text("changed by a pull")
+    assert hook.csrc_build(tmp_path).cpu_fingerprint() != names
 
 
 def test_cxx_may_have_arguments(hook, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import environment
+from moe_ops.csrc import build
 
 _LIBRARY = Path(__file__).parents[2] / "cpu_grouped_mm.so"
 # Rows an expert up to which the kernels are faster, by the width of AVX. Library GEMMs on AMX are
@@ -38,13 +40,33 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """What was built; None if nothing was, or does not load, or is of an older version."""
+    """What was built; None if nothing was, or does not load, or, with a warning, is of other
+    sources than this version's.
+    """
     try:
         found = ctypes.CDLL(str(_LIBRARY))
     except OSError:  # not there; or CXX compiles for another machine, or libgomp is missing
         return None
-    newest = "moe_ops_cpu_experts_in_use"  # what older versions lack
-    return found if hasattr(found, newest) else None
+    if not _is_of_these_sources(found):
+        warnings.warn(f"{_LIBRARY} is not used: {_stale()}", stacklevel=2)
+        return None
+    return found
+
+
+def _is_of_these_sources(found: ctypes.CDLL) -> bool:
+    sources = getattr(found, "moe_ops_cpu_sources", None)
+    if sources is None:  # of a version that did not say
+        return False
+    sources.restype = ctypes.c_char_p
+    of, these = sources().decode(), build.cpu_fingerprint()
+    return not of or not these or of == these  # built by hand, or the sources are not here
+
+
+def _stale() -> str:
+    """Of a library of other sources: what to do."""
+    script = _LIBRARY.parents[1] / "hatch_build.py"
+    remedy = f"run python {script}" if script.is_file() else "install this version again"
+    return f"it was built from other sources than these; {remedy}"
 
 
 @functools.cache
@@ -85,12 +107,14 @@ def why_not() -> str | None:
     if _kernels():
         return None
     try:
-        ctypes.CDLL(str(_LIBRARY))
+        found = ctypes.CDLL(str(_LIBRARY))
     except OSError as error:
         return f"built, but cannot be loaded: {error}"
+    if not _is_of_these_sources(found):
+        return f"not used: {_stale()}"
     if platform.machine() == "aarch64":
         return "built, for whole layers alone: grouped products need AVX2"
-    return "built, but this processor lacks AVX2 (or built from an older version: install again)"
+    return "built, but this processor lacks AVX2"
 
 
 def can_multiply(

@@ -256,3 +256,9 @@ ENTRIES(fp32, FP32, float)
 #else
 extern "C" int moe_ops_cpu_avx(int) { return 0; }
 #endif
+
+// The hash of the sources that this was compiled from (moe_ops/csrc/build.py), "" where nobody said.
+#ifndef MOE_OPS_CPU_SOURCES
+#define MOE_OPS_CPU_SOURCES ""
+#endif
+extern "C" const char* moe_ops_cpu_sources() { return MOE_OPS_CPU_SOURCES; }

@@ -233,7 +233,7 @@ def test_the_source_compiles(tmp_path):
 
 def test_a_library_for_whole_layers_alone_is_loaded(monkeypatch):
     """As it is built for aarch64: without the products of this file."""
-    built = SimpleNamespace(moe_ops_cpu_avx=lambda most: 0, moe_ops_cpu_experts_in_use=lambda: 0)
+    built = SimpleNamespace(moe_ops_cpu_avx=lambda most: 0, moe_ops_cpu_sources=lambda: b"")
     monkeypatch.setattr(cpu.ctypes, "CDLL", lambda path: built)
     assert cpu.library.__wrapped__() is built
     monkeypatch.setattr(cpu, "library", lambda: built)
