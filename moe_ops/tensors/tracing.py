@@ -46,13 +46,14 @@ def read_from_weights(module: GraphModule) -> None:
     for found in parts.values():
         if found.written:
             _refuse_views(found, inputs)
+    replaced = [found for found in inputs if not found.name and id(found.tensor) in parts]
     with module.graph.inserting_after(nodes[-1] if nodes else None):
-        for found in inputs:
-            if not found.name and id(found.tensor) in parts:
-                weight, name, *_ = parts[id(found.tensor)]
-                read = module.graph.call_function(part, (weight, name))
-                read.meta["example_value"] = found.node.meta["example_value"]
-                found.node.replace_all_uses_with(read)
+        for node, _, tensor, _ in replaced:
+            read = module.graph.call_function(part, parts[id(tensor)][:2])
+            read.meta["example_value"] = node.meta["example_value"]
+            node.replace_all_uses_with(read)
+    for found in replaced:
+        module.graph.erase_node(found.node)
     module.recompile()
 
 

@@ -93,6 +93,24 @@ def test_compiled_calibration():
     )
 
 
+@pytest.mark.parametrize("write", ["scale", "both"])
+def test_compiled_training_sees_what_it_wrote(write):
+    new = make(INT4, 1)
+
+    def step(x, w):
+        with torch.no_grad():
+            WRITES[write](w, new)
+        return moe_ops.fused_experts(x, w, w[:, :, :32], torch.ones(6, 1), IDS).square().sum()
+
+    torch._dynamo.reset()
+    gradients = []
+    for call in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        x = X.clone().requires_grad_()
+        call(x, make(INT4)).backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("write", ["scale", "the weight", "both"])
 def test_inductor_sees_what_it_wrote(write):
