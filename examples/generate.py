@@ -92,6 +92,7 @@ def compare(args: argparse.Namespace) -> torch.Tensor:
     _, _, plain_seconds = timed(model, ids, args.tokens)
     torch._dynamo.reset()
     counters.clear()
+    print("  compiling the decode step: half a minute on a CPU", flush=True)
     got, first, seconds = timed(model, ids, args.tokens, compile_config_for(device))
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     check(graphs > 0 and not breaks, f"{graphs} graph compiled in {first:.0f} s, {breaks} breaks")
@@ -120,6 +121,7 @@ def compare_schemes(args: argparse.Namespace) -> None:
     title(f"perplexity on {len(text)} bytes of library code that the model was not trained on")
     rows, reference = [], 0.0
     for scheme in ["bf16", *args.schemes]:
+        print(f"  measuring {scheme}", flush=True)
         model = load("moe_ops", torch.bfloat16, args.device)
         if scheme != "bf16":
             moe_transformers.quantize(model, scheme)

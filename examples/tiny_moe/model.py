@@ -2,8 +2,8 @@
 
 It has the Qwen3-MoE architecture of transformers (hidden 128, 4 layers of 8 experts, top-2) and
 was trained by `train.py` beside this file on the sources of Python's own standard library. A token
-is a byte: `encode` and `decode` are all that takes, and tokenizer.json is the same to transformers'
-AutoTokenizer, pipelines and trainers.
+is a byte: `encode` and `decode` are all that this takes, and tokenizer.json is the same for
+AutoTokenizer, pipelines and trainers of transformers.
 """
 
 from __future__ import annotations
