@@ -44,6 +44,9 @@ _SILENT = " ".join(
 )
 
 
+Names = tuple[str, ...]  # of one matrix: the file's, and others that patterns may mean
+
+
 class Kind(NamedTuple):
     """What the value of a field is, if it is not null."""
 
@@ -89,19 +92,22 @@ class Family:
     used: dict[str, Kind]
     fixed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     silent: str = _SILENT
-    resolve: Callable[[Config, str], Config] = lambda config, module: config
+    resolve: Callable[[Config, Names], Config] = lambda config, names: config
 
     @cached_property
     def known(self) -> set[str]:
         return {*self.used, *self.silent.split(), *self.fixed}
 
 
-def config_for(config: Config, module: str) -> Config:
+def config_for(config: Config, module: str, *others: str) -> Config:
     """What a quantization_config says of one quantized matrix.
 
     Args:
         config: of the whole checkpoint; {} where it has none, whose tensors alone then tell.
         module: name of the matrix in the checkpoint, e.g. "model.layers.0.mlp.experts.3.up_proj".
+        others: its names in the model, where the checkpoint has those of another one, such as
+            "block_sparse_moe.experts.3.w3". Libraries that quantize a model in memory write the
+            model's names into their configurations, so that either name may be meant.
 
     Returns:
         The fields that the formats read. A compressed-tensors or ModelOpt configuration has
@@ -116,7 +122,8 @@ def config_for(config: Config, module: str) -> Config:
     family = _family_of(config)
     _check_fields(config, family, "quantization_config")
     said = {name: value for name, value in config.items() if name in family.known}
-    return family.resolve(said | {"quant_method": config.get("quant_method")}, module)
+    names = tuple(dict.fromkeys((module, *others)))
+    return family.resolve(said | {"quant_method": config.get("quant_method")}, names)
 
 
 def check_transforms(config: Config) -> None:
@@ -209,30 +216,32 @@ def _classes(module: str) -> tuple[str, ...]:
     return ("Embedding" if "embed" in module.rpartition(".")[2] else "Linear", "Module")
 
 
-def _finds(search: Callable, pattern: str, module: str, where: str) -> bool:
+def _finds(search: Callable, pattern: str, names: Names, where: str) -> bool:
     """Whether ``search``, re.match or re.search, finds a pattern of the field ``where``."""
     try:
-        return search(pattern, module) is not None
+        return any(search(pattern, name) is not None for name in names)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
             f"{where} must have regular expressions, got {shown(pattern)}: {error}"
         ) from error
 
 
-def _is_match(module: str, target: str, where: str) -> bool:
+def _is_match(names: Names, target: str, where: str) -> bool:
     """compressed-tensors' match_name: the whole name, or a regular expression from its start."""
     if target.startswith("re:"):
-        return _finds(re.match, target.removeprefix("re:"), module, where)
-    return target == module
+        return _finds(re.match, target.removeprefix("re:"), names, where)
+    return target in names
 
 
-def _compressed_tensors(config: Config, module: str) -> Config:
+def _compressed_tensors(config: Config, names: Names) -> Config:
     """The group whose target names a module most specifically.
 
     As compressed-tensors' apply_quantization_config has it: names before regular expressions, both
     in alphabetical order, before classes; of a target that several groups have, the last one's
-    group. A module that ``ignore`` names is not quantized.
+    group. A module that ``ignore`` names is not quantized. Of several names of the module none
+    may lead to another group than the others do.
     """
+    module = names[0]
     check_transforms(config)
     form = (config.get("sparsity_config") or {}).get("format", "dense")
     method = (config.get("moe_sparsity_config") or {}).get("method", "prune")
@@ -242,9 +251,7 @@ def _compressed_tensors(config: Config, module: str) -> Config:
             f"{shown(form)} and method {shown(method)}"
         )
     for target in config.get("ignore") or []:
-        if _is_match(module, target, "ignore of quantization_config") or target in _classes(
-            module
-        ):
+        if target in _classes(module) or _is_match(names, target, "ignore of quantization_config"):
             raise ValueError(
                 f"ignore of quantization_config must not name {module}, whose tensors are "
                 f"quantized, got {target!r}"
@@ -259,16 +266,27 @@ def _compressed_tensors(config: Config, module: str) -> Config:
         targets = checked(group.get("targets"), TEXTS, f"targets of config_groups[{name!r}]")
         groups |= dict.fromkeys(targets or [], name)
     ordered = sorted(groups, key=lambda target: ("re:" in target, target))
-    found = [t for t in ordered if _is_match(module, t, "targets of config_groups")] + [
-        t for t in ordered if t in _classes(module)
-    ]
+    where = "targets of config_groups"
+    matches = [[t for t in ordered if _is_match((name,), t, where)][:1] for name in names]
+    found = sum(matches, [])
+    found = [t for t in found if not t.startswith("re:")] or found
+    found = found or [t for t in ordered if t in _classes(module)][:1]
     if not found:
         raise ValueError(
             f"config_groups must have a group for {module}, whose tensors are quantized, got "
             f"targets {', '.join(map(shown, ordered)) or 'of none'}"
         )
-    name = groups[found[0]]
-    return config | _check_group(config["config_groups"][name], f"config_groups[{name!r}]")
+    name, *others = dict.fromkeys(groups[target] for target in found)
+    group = _check_group(config["config_groups"][name], f"config_groups[{name!r}]")
+    for other in others:
+        if group | config["config_groups"][other] | {"targets": group["targets"]} != group:
+            raise ValueError(
+                f"config_groups must have one group for {module}, which the model calls "
+                f"{' or '.join(names[1:])}, got targets {shown(group['targets'])} of {name!r} for "
+                f"one of the names and those of {other!r} for another; write the file's names "
+                "into the targets"
+            )
+    return config | group
 
 
 def _check_group(group: Config, where: str) -> Config:
@@ -318,25 +336,26 @@ _ALGORITHMS: dict[str, tuple[Config, Config | None]] = {
 }
 
 
-def _modelopt(config: Config, module: str) -> Config:
+def _modelopt(config: Config, names: Names) -> Config:
     """By quant_algo, of MIXED_PRECISION by that of the module in quantized_layers."""
+    module = names[0]
     nested = config.get("quantization") or {}  # of a whole hf_quant_config.json
     _check_fields(nested, MODELOPT, "quantization")
     config = config | nested
     check_transforms(config)
     for pattern in (config.get("ignore") or []) + (config.get("exclude_modules") or []):
-        if fnmatch.fnmatchcase(module, pattern):
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise ValueError(
                 f"exclude_modules of quantization_config must not name {module}, whose tensors "
                 f"are quantized, got {pattern!r}"
             )
     algorithm = config.get("quant_algo")
     if algorithm is None and config.get("config_groups"):
-        return _compressed_tensors(config, module)
+        return _compressed_tensors(config, names)
     if str(algorithm).upper() == "MIXED_PRECISION":
         layers = config.get("quantized_layers") or {}
-        names = [module.rsplit(".", i)[0] for i in range(module.count(".") + 1)]
-        name = next((name for name in names if layers.get(name) is not None), None)
+        parts = [n.rsplit(".", i)[0] for n in names for i in range(n.count(".") + 1)]
+        name = next((name for name in parts if layers.get(name) is not None), None)
         if name is None:
             raise ValueError(
                 f"quantized_layers must name {module}, whose tensors are quantized, got "
@@ -362,7 +381,7 @@ def _modelopt(config: Config, module: str) -> Config:
 # --- GPTQ, AWQ, AutoRound ---------------------------------------------------------------------
 
 
-def _gptq(config: Config, module: str) -> Config:
+def _gptq(config: Config, names: Names) -> Config:
     """GPTQModel's ``dynamic``: the first pattern that a name begins with changes its fields; those
     that leave modules out, "-:", come before the others.
     """
@@ -371,11 +390,11 @@ def _gptq(config: Config, module: str) -> Config:
     for pattern in sorted(dynamic, key=lambda pattern: not pattern.startswith("-")):
         changed = dynamic[pattern] or {}
         expression = pattern[2:] if pattern[:2] in ("+:", "-:") else pattern
-        if not _finds(re.match, expression, module, "dynamic of quantization_config"):
+        if not _finds(re.match, expression, names, "dynamic of quantization_config"):
             continue
         if pattern.startswith("-:"):
             raise ValueError(
-                f"dynamic of quantization_config must not leave out {module}, whose tensors are "
+                f"dynamic of quantization_config must not leave out {names[0]}, whose tensors are "
                 f"quantized, got {pattern!r}"
             )
         _check_fields(changed, GPTQ, f"dynamic[{pattern!r}]")
@@ -384,7 +403,7 @@ def _gptq(config: Config, module: str) -> Config:
     return config | {"checkpoint_format": str(form).lower()}
 
 
-def _auto_round(config: Config, module: str) -> Config:
+def _auto_round(config: Config, names: Names) -> Config:
     """AutoRound packs as GPTQ or AWQ; ``extra_config`` changes fields of single modules, by their
     whole names or by regular expressions, which have characters that no name has.
     """
@@ -393,10 +412,11 @@ def _auto_round(config: Config, module: str) -> Config:
     patterns = (
         pattern
         for pattern in extra
-        if set(pattern) & set("*+?^$()[]{}|\\") and _finds(re.search, pattern, module, where)
+        if set(pattern) & set("*+?^$()[]{}|\\") and _finds(re.search, pattern, names, where)
     )
-    changed: Config = extra.get(module) or extra.get(next(patterns, "")) or {}
-    _check_fields(changed, AUTO_ROUND, f"extra_config of {module}")
+    whole = next((name for name in names if extra.get(name)), None)
+    changed: Config = extra.get(whole or next(patterns, "")) or {}
+    _check_fields(changed, AUTO_ROUND, f"extra_config of {names[0]}")
     config = config | changed
     packing = str(config.get("packing_format", "auto_round:auto_gptq")).lower()
     return config | {"quant_method": "awq" if packing.endswith("awq") else "gptq"}

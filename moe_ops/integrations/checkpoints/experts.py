@@ -89,6 +89,7 @@ class Checkpoint:
         if not isinstance(quantization_config, dict):
             raise ValueError(f"quantization_config must be a dict, got {quantization_config!r}")
         self.config = quantization_config
+        self.others: dict[str, tuple[str, ...]] = {}  # matrix -> its names in the model
 
     def expert_weight(
         self,
@@ -372,7 +373,8 @@ class Checkpoint:
 
     def _config(self, source: Source, values_only: bool) -> dict[str, Any]:
         role, tensor = next(iter(source.items()))
-        config = self._said(config_for, module_of(tensor, role))
+        module = module_of(tensor, role)
+        config = self._said(config_for, module, *self.others.get(module, ()))
         return config | {VALUES_ONLY: True} if values_only else config
 
     def _said(self, function: Callable, *arguments: str) -> Any:

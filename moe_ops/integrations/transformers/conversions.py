@@ -98,6 +98,25 @@ def expert_number(tensor: str) -> int | None:
     return None if match is None else int(match.group(1))
 
 
+def names_of(tensor: str, target: str, projection: int) -> tuple[str, ...]:
+    """What the model calls the matrix of a tensor that is read for its parameter ``target``.
+
+    Experts that a file has one by one, the model has stacked. Libraries that quantize them take
+    the stack apart first, and call the matrices by the file's or by the usual names.
+    """
+    number = expert_number(tensor)
+    if number is None:
+        return (target.removesuffix(".weight"),)
+    owner, _, leaf = target.rpartition(".")
+    own = re.split(r"experts\.\d+\.", tensor)[-1].rpartition(".")[0]
+    return f"{owner}.{number}.{_projections(leaf)[projection]}", f"{owner}.{number}.{own}"
+
+
+def _projections(leaf: str) -> tuple[str, ...]:
+    """The usual names of the matrices that a parameter of experts has joined."""
+    return {"gate_up_proj": ("gate_proj", "up_proj")}.get(leaf, (leaf,))
+
+
 def _is_stack_of_experts(transform: Any, leaf: str) -> bool:
     """Whether a conversion stacks experts, or joins stacks along the rows, and nothing else."""
     if not _converts_to(transform, leaf) or len(transform.target_patterns) > 1:
@@ -150,8 +169,7 @@ def _stacked_reader(leaf: str, table: Table, plain: bool) -> OwnReader:
 def _single_readers(leaf: str, table: Table) -> list[OwnReader]:
     """Experts one by one, in families whose own checkpoints hold them stacked."""
     module, _, name = leaf.rpartition(".")
-    projections = {"gate_up_proj": ("gate_proj", "up_proj")}.get(name, (name,))
-    return [_reader([f"{_START}{module}.*.{p}" for p in projections], leaf, table)]
+    return [_reader([f"{_START}{module}.*.{p}" for p in _projections(name)], leaf, table)]
 
 
 def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> list[OwnReader]:

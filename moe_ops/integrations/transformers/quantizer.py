@@ -169,8 +169,10 @@ class MoeOpsQuantizer(HfQuantizer):
             if tensor in self._opened.files.unknown:
                 unclaimed[tensor] = target
             elif target in state and pattern in table:
-                found.setdefault(target, {})[tensor] = table[pattern]
-                modules[module_of(tensor, table[pattern][1])] = True
+                projection, role = found.setdefault(target, {})[tensor] = table[pattern]
+                module = module_of(tensor, role)
+                modules[module] = True
+                self._opened.others[module] = conversions.names_of(tensor, target, projection)
             elif target in state:
                 self._check_plain(tensor, state[target])
                 foreign.add(target)

@@ -98,6 +98,48 @@ def test_groups_are_those_of_compressed_tensors(targets):
     assert config_for(config, EXPERT)["weights"]["num_bits"] == want
 
 
+OURS = "model.layers.0.mlp.experts.3.gate_proj"  # of block_sparse_moe.experts.3.w1
+
+
+@pytest.mark.parametrize(
+    ("targets", "bits"),
+    [
+        (["Linear", "re:.*mlp.experts.*"], 3),
+        (["Linear", OURS, "re:.*block_sparse_moe.*"], 3),
+        (["re:.*block_sparse_moe.*", "Linear"], 2),
+        (["re:.*experts.*", "re:.*mlp.experts.*"], 2),
+        (["re:.*block_sparse_moe.*", "re:.*mlp.*"], None),
+    ],
+)
+def test_targets_may_name_the_file_s_or_the_model_s_modules(targets, bits):
+    groups = {
+        f"group_{i}": {"targets": [t], "weights": {"num_bits": 2 + i}}
+        for i, t in enumerate(targets)
+    }
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    names = ("model.layers.0.block_sparse_moe.experts.3.w1", OURS)
+    if bits is not None:
+        assert config_for(config, *names)["weights"]["num_bits"] == bits
+        return
+    with pytest.raises(ValueError, match="config_groups must have one group for .*w1, which"):
+        config_for(config, *names)
+    groups["group_1"]["weights"] = groups["group_0"]["weights"]  # it does not matter which
+    assert config_for(config, *names)["weights"]["num_bits"] == 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "bits": 4, "dynamic": {r".*mlp\.experts.*": {"bits": 8}}},
+        {"quant_method": "auto-round", "bits": 4, "extra_config": {OURS: {"bits": 8}}},
+        {"quant_method": "auto-round", "bits": 4, "extra_config": {".*mlp.*": {"bits": 8}}},
+    ],
+)
+def test_fields_of_single_modules_may_have_the_model_s_names(config):
+    name = "model.layers.0.block_sparse_moe.experts.3.w1"
+    assert config_for(config, name)["bits"] == 4 and config_for(config, name, OURS)["bits"] == 8
+
+
 def test_embeddings_have_a_class_of_their_own():
     groups = {name: {"targets": [name], "weights": INT8} for name in ("Linear", "Embedding")}
     groups["Embedding"]["weights"] = INT8 | {"num_bits": 4}
