@@ -33,6 +33,7 @@ ADDRESSES = {
     ("backends/torch/layer.py", "_launch"): "passes that of scratch memory to a C function",
     ("backends/torch/grouped_mm.py", "_native"): "PyTorch's product needs 16 bytes",
     ("backends/triton/mixed.py", "_runs_packed"): "TMA needs 16 bytes",
+    ("integrations/transformers/quantizer.py", "flatten_natural"): "finds weights that are shared",
     ("kernels/comm/mailbox.py", "Mailbox.of"): "peers' memory is reached from this rank's",
     ("kernels/comm/push.py", "whole_words"): "two 16-bit floats are loaded as one word",
     ("kernels/gemm/gemv.py", "why_not"): "says why it cannot run",
