@@ -163,6 +163,24 @@ def test_documents_stand_on_the_site():
         assert f" {name}\n" in text or name.startswith(folders), f"mkdocs.yml lacks {name}"
 
 
+def test_the_tree_names_every_file():
+    """DESIGN.md's, a folder with a slash behind its name and its files below."""
+    tree = (ROOT / "DESIGN.md").read_text().partition("## 2. The tree")[2].split("```")[1]
+    named, folder = set(), Path()
+    for line in tree.strip().splitlines():
+        heading = re.match(r"( *)(\w+)/", line)
+        if heading:
+            folder = Path(*folder.parts[: len(heading[1]) // 2], heading[2])
+        else:
+            named |= {folder / f"{name}.py" for name in line.strip(" ,").split(", ")}
+    files = {
+        path.relative_to(ROOT)
+        for path in (ROOT / "moe_ops").rglob("*.py")
+        if path.name != "__init__.py" and not path.read_text().startswith('"""Path that saved')
+    }
+    assert named == files
+
+
 def parameters(page: str) -> list[list[str]]:
     """Name, type, description and default of each parameter in the tables of a page."""
     rows = re.findall(r'<tr class="doc-section-item">(.*?)</tr>', page, re.S)
