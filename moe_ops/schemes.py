@@ -411,16 +411,14 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
                 "that differs from the one of that name"
             )
         return named or _alike(scheme)
-    found = None
-    if isinstance(scheme, str):
-        found = SCHEMES.get(OTHER_NAMES.get(scheme, scheme)) or _spelled_out.get(scheme)
-        if found is None and scheme.startswith(_CUSTOM):
-            return _spell(scheme)
     if not isinstance(scheme, str):
         raise ValueError(
             "scheme must be a name, such as 'fp8_block', or a QuantScheme, got "
             f"{type(scheme).__name__}"
         )
+    found = SCHEMES.get(OTHER_NAMES.get(scheme, scheme)) or _spelled_out.get(scheme)
+    if found is None and scheme.startswith(_CUSTOM):
+        return _spell(scheme)
     if found is None:
         close = [n for n in (*OTHER_NAMES, *SCHEMES) if n and n.startswith(scheme)]
         if ":" not in scheme:

@@ -36,8 +36,9 @@ def _as_attributes() -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output = InstructionTranslator.current_tx().output
-    if output.current_tracer.parent is not None or not torch.compiler.is_exporting():
-        return output.current_tracer.parent is not None
+    inside = output.current_tracer.parent is not None
+    if inside or not torch.compiler.is_exporting():
+        return inside
     return not any([hasattr(leaf, "weight_layout") for leaf in tree_leaves(output.local_scope)])
 
 

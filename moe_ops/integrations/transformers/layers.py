@@ -84,7 +84,7 @@ class Layer:
         """
         config = self.owner.config
         found: Any = getattr(config, "num_experts_per_tok", None)
-        found = found or getattr(config, "top_k_experts", 1)
+        found = found or getattr(config, "top_k_experts", None) or 1
         if isinstance(found, int):
             return found
         numbers = [int(part) for part in self.name.split(".") if part.isdigit()]

@@ -144,8 +144,8 @@ def word_products(w, x, acc, FORMAT: tl.constexpr):
 @triton.jit
 def word_by_word(sums, FORMAT: tl.constexpr):
     """`sums`, after which products of the next word are computed in all rows. Triton 3.9 computes
-    int4 and e4m3 row by row. Then all columns of x are in registers, 121 a thread for 72 in int4;
-    in e4m3 ptxas decodes the first rows before it loads the last ones.
+    int4 and e4m3 row by row. Then all columns of x are in registers, in int4 121 a thread instead
+    of 72; in e4m3 ptxas decodes the first rows before it loads the last ones.
     """
     if INTERPRET or (FORMAT != "int4" and FORMAT != "e4m3"):
         return sums
@@ -238,7 +238,7 @@ def load_chunks(
     word += tl.arange(0, word.shape[0]) % 4
     word = tl.max_contiguous(tl.multiple_of(word, 4), 4)
     start = row.to(tl.int64) * tl.multiple_of(w_stride_n // 4, 4)
-    # No mask: unless `here`, x is zero, and every word is a finite number.
+    # No `other`: unless `here`, x is zero, and every word is a finite number.
     w = tl.load(
         words_ptr + start[:, None] + word[None, :],
         mask=tl.max_constancy(repeat_each(here.to(tl.int32), 4) > 0, 4)[None, :],

@@ -64,7 +64,6 @@ def without(name):
     return lambda header: header.pop(name) and None
 
 
-SPACES = b" " * 100_000_000
 DAMAGED = {
     "begins in the header": (
         entry("a", data_offsets=[-64, 64]),
@@ -130,7 +129,7 @@ DAMAGED = {
     ),
     "more text": (lambda header: json.dumps(header).encode() + b"x", "header of .* must be JSON"),
     "too large": (
-        lambda header: json.dumps(header).encode() + SPACES,
+        lambda header: json.dumps(header).encode() + b" " * 100_000_000,
         "header of .* must have at most 100000000 bytes",
     ),
 }
