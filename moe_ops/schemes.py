@@ -420,10 +420,11 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
     if found is None and scheme.startswith(_CUSTOM):
         return _spell(scheme)
     if found is None:
-        close = [n for n in (*OTHER_NAMES, *SCHEMES) if n and n.startswith(scheme)]
-        if ":" not in scheme:
-            close = list(dict.fromkeys([name.split(":")[0] for name in close]))
-        close = close[:8] or get_close_matches(scheme, SCHEMES, 3)
+        name = scheme.lower()
+        close = [n for n in (*OTHER_NAMES, *SCHEMES) if n and n.startswith(name)]
+        if ":" not in name:
+            close = list(dict.fromkeys([n.split(":")[0] for n in close]))
+        close = close[:8] or get_close_matches(name, SCHEMES, 3)
         meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
         raise ValueError(
             f"scheme must be one of moe_ops.schemes.SCHEMES, got {scheme!r}{meant} "

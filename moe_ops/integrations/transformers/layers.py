@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers.activations import OPTIONS, PREFIX, HfModule, turned
+from moe_ops.nn.layer import MoELayer
 from moe_ops.tensors import sharding
 
 
@@ -162,9 +163,11 @@ def find(model: nn.Module) -> list[Layer]:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    found, unknown = [], []
+    found, unknown, ours = [], [], []
     for name, module in model.named_modules():
         kind = type(module).__name__
+        if isinstance(module, MoELayer):
+            ours.append(name or "model")
         layer = layer_of(name, module)
         if layer is not None:
             found.append(layer)
@@ -172,6 +175,11 @@ def find(model: nn.Module) -> list[Layer]:
             unknown.append(f"{name} ({kind})")
     if found:
         return found
+    if ours:
+        raise ValueError(
+            f"model must have MoE layers of transformers, got {', '.join(ours[:3])} (MoELayer), "
+            "which runs through moe_ops as it is; layer.quantize(scheme) quantizes it"
+        )
     if unknown:
         raise ValueError(
             "model must have MoE layers on transformers' experts hook (the decorator "

@@ -301,7 +301,13 @@ class MoeOpsQuantizer(HfQuantizer):
         """A weight that `save_pretrained` wrote."""
         key = _metadata_key(source)
         attributes = self._opened.files.metadata.get(key)
-        where = self._opened.files.entries[next(iter(source.values()))]
+        entries = self._opened.files.entries
+        where = entries[next(iter(source.values()))]
+        for role, tensor in source.items():
+            if role not in conversions.STORED:
+                raise ValueError(
+                    f"{entries[tensor]} must be absent: {target} is stored quantized, in {where}"
+                )
         if attributes is None:
             raise ValueError(
                 f"metadata of {where} must have {key!r}, which says how {target} is stored"
@@ -354,11 +360,17 @@ class MoeOpsQuantizer(HfQuantizer):
                 tensors[tensor] = stored.read(tensor, device, *pieces)
             key = _metadata_key(source)
             metadata = {key: stored.metadata[key]}
+            file = stored.entries[next(iter(source.values()))].file
             try:
                 (weight,) = unflatten(tensors, metadata).values()
             except ValueError as error:
-                file = stored.entries[source["qdata"]].file
                 raise ValueError(f"{error}, in {file}") from error
+            expected = layer.natural_weight(name).shape
+            if weight.shape != expected:
+                raise ValueError(
+                    f"{target} must have shape {tuple(expected)} as (experts, rows, columns), got "
+                    f"{tuple(weight.shape)} from {file}"
+                )
             return weight.to(dtype)
         scheme = self.quantization_config.scheme
         planned = self._weights[target]

@@ -101,6 +101,10 @@ def test_attach_refuses_what_it_cannot_serve():
         for what, kind in (("x", "str"), (None, "NoneType")):
             with pytest.raises(ValueError, match=f"model must be a torch.nn.Module, got {kind}"):
                 call(what)
+        own = torch.nn.Sequential(moe_ops.MoELayer(32, 32, num_experts=2, top_k=1))
+        for ours, name in ((own, "0"), (own[0], "model")):
+            with pytest.raises(ValueError, match=rf"got {name} \(MoELayer\).*layer.quantize\(sch"):
+                call(ours)
     with pytest.raises(ValueError, match="backend must be one of auto, .*got 'cuda'"):
         integration.attach(build("mixtral", 1), backend="cuda")
 

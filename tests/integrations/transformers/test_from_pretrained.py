@@ -340,6 +340,45 @@ def test_saved_file_with_other_values(part, spoil, reason, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (
+            {"moe_intermediate_size": 64},
+            r"layers.0.mlp.experts.\w+ must have shape .* as \(experts, rows, columns\), got "
+            r"\(4, 256, (128|256)\) from .*model.safetensors",
+        ),
+        (
+            "gate_up_proj.qdata",
+            "tensors must have 'model.layers.0.mlp.experts.gate_up_proj.qdata', which the "
+            "metadata name, in .*model.safetensors",
+        ),
+        (
+            "gate_up_proj",
+            "experts.gate_up_proj in .*model.safetensors must be absent: .*gate_up_proj is stored "
+            "quantized, in model.layers.0.mlp.experts.gate_up_proj.",
+        ),
+    ],
+    ids=["another size", "no elements", "plain, too"],
+)
+def test_saved_file_that_does_not_fit(change, reason, tmp_path):
+    save_plain(qwen(1), tmp_path / "plain")
+    load(tmp_path / "plain", "int8_w8a16:channel").save_pretrained(tmp_path)
+    if isinstance(change, dict):
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+    else:
+        file, name = tmp_path / "model.safetensors", f"model.layers.0.mlp.experts.{change}"
+        with safetensors.safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+        tensors = files.load_file(file)
+        if tensors.pop(name, None) is None:
+            tensors[name] = torch.zeros(E, 2 * INNER, H)
+        files.save_file(tensors, file, metadata)
+    with pytest.raises(ValueError, match=reason):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("way", ["on load", "in place"])
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g32:zp", "fp8_block", "nvfp4", "mxfp4_w4a16"])
 def test_saved_and_loaded_again(way, scheme, tmp_path):
