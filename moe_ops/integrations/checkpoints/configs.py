@@ -39,7 +39,7 @@ _SILENT = " ".join(
         "iters lr minmax_lr nsamples seqlen low_gpu_mem_usage low_cpu_mem_usage amp model_free",
         "gradient_accumulate_steps enable_quanted_input enable_minmax_tuning",
         "enable_norm_bias_tuning enable_alg_ext quantization_status global_compression_ratio",
-        "v2 v2_alpha parallel_packing",
+        "v2 v2_alpha parallel_packing hyb_act",
     )
 )
 
@@ -124,6 +124,30 @@ def config_for(config: Config, module: str, *others: str) -> Config:
     said = {name: value for name, value in config.items() if name in family.known}
     names = tuple(dict.fromkeys((module, *others)))
     return family.resolve(said | {"quant_method": config.get("quant_method")}, names)
+
+
+def gate_and_up_are_halves(config: Config) -> bool:
+    """Whether gate_proj and up_proj of experts one by one are the halves of a stack whose rows of
+    gate and up take turns (gpt_oss), as GPTQModel takes it apart, and not gate and up themselves.
+
+    Raises:
+        ValueError: the configuration does not say who wrote it.
+    """
+    method = str(config.get("quant_method")).lower()
+    meta = config.get("meta")
+    quantizer = str((meta if isinstance(meta, dict) else {}).get("quantizer"))
+    if method in ("gptq", "awq") and config.get("provider") != "auto-round":
+        if "gptqmodel:" in quantizer:
+            return True
+        method = ""
+    if method not in ("compressed-tensors", "auto-round", "gptq", "awq"):
+        raise ValueError(
+            "quantization_config must say which library wrote the experts one by one: in files "
+            "of GPTQModel gate_proj and up_proj are the halves of the stack, in others gate and "
+            f"up; got quant_method {shown(config.get('quant_method'))} and neither meta.quantizer "
+            "nor provider; add the one that is true to config.json"
+        )
+    return False
 
 
 def check_transforms(config: Config) -> None:
@@ -333,6 +357,10 @@ _ALGORITHMS: dict[str, tuple[Config, Config | None]] = {
     "NVFP4_AWQ": (_NVFP4, _NVFP4 | {"dynamic": "local"}),
     "W4A16_NVFP4": (_NVFP4, None),
     "MXFP8": (_MXFP8, _MXFP8 | {"dynamic": True}),
+    # written whether or not activations were quantized, without a word of them
+    "MXFP4": (_args("float", 4, "group", 32), None),
+    "W8A16": (_args("int", 8, "channel"), None),
+    "W8A8_SQ_PER_CHANNEL": (_args("int", 8, "channel"), _args("int", 8, "tensor")),
 }
 
 
@@ -419,10 +447,42 @@ def _auto_round(config: Config, names: Names) -> Config:
     _check_fields(changed, AUTO_ROUND, f"extra_config of {names[0]}")
     config = config | changed
     packing = str(config.get("packing_format", "auto_round:auto_gptq")).lower()
+    if packing.endswith("llm_compressor"):
+        return config | {
+            "weights": _auto_round_args(config, "", names[0]),
+            "input_activations": _auto_round_args(config, "act_", names[0]),
+        }
+    rounded = config.get("act_bits") or 16
+    if config.get("data_type") not in (None, "int") or rounded < 16:
+        raise ValueError(
+            f"data_type and act_bits of {names[0]} must be 'int' and 16 beside packing_format "
+            f"{packing!r}, got {shown(config.get('data_type'))} and {rounded}"
+        )
     return config | {"quant_method": "awq" if packing.endswith("awq") else "gptq"}
 
 
-_INTEGERS = {"pack_dtype": ("int32",), "is_marlin_format": (False,), "data_type": ("int",)}
+def _auto_round_args(config: Config, prefix: str, module: str) -> Config | None:
+    """AutoRound's fields of weights, or with "act_" of activations, as QuantizationArgs."""
+    bits = config.get(f"{prefix}bits", 16 if prefix else None)
+    if bits is None or bits >= 16:
+        return None
+    kind, size = config.get(f"{prefix}data_type"), config.get(f"{prefix}group_size")
+    kind = kind or config.get("data_type")
+    if (kind, bits, size) == ("mx_fp", bits, 32) and bits in (4, 8):
+        return _args("float", bits, "group", 32, dynamic=bool(prefix))
+    if (kind, bits, size) in (("nv_fp", 4, 16), ("nv_fp4_with_static_gs", 4, 16)):
+        return _NVFP4 | ({"dynamic": "local"} if prefix else {})
+    raise ValueError(
+        f"{prefix}data_type, {prefix}bits and {prefix}group_size of {module} must be 'mx_fp', 4 "
+        f"or 8 and 32, or 'nv_fp', 4 and 16, got {shown(kind)}, {bits} and {size}"
+    )
+
+
+_INTEGERS: dict[str, tuple] = {
+    "pack_dtype": ("int32",),
+    "is_marlin_format": (False,),
+    "data_type": ("int",),
+}
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 GPTQ = Family(
     used={
@@ -430,12 +490,14 @@ GPTQ = Family(
         **dict.fromkeys(("desc_act", "sym"), BOOLEAN),
         "dynamic": OBJECTS,
     },
-    fixed=_INTEGERS | {"checkpoint_format": _GPTQ_FORMATS, "format": _GPTQ_FORMATS},
+    fixed=_INTEGERS
+    | {"method": ("gptq",), "checkpoint_format": _GPTQ_FORMATS, "format": _GPTQ_FORMATS},
     resolve=_gptq,
 )
 AUTO_ROUND = Family(
     used={
-        **dict.fromkeys(("bits", "group_size"), INTEGER),
+        **dict.fromkeys(("bits", "group_size", "act_bits", "act_group_size"), INTEGER),
+        **dict.fromkeys(("data_type", "act_data_type"), TEXT),
         "sym": BOOLEAN,
         "extra_config": OBJECTS,
     },
@@ -447,13 +509,13 @@ AUTO_ROUND = Family(
             "auto_round:auto_awq",
             "auto_round:awq",
             "auto_awq",
+            "auto_round:llm_compressor",
         ),
-        "data_type": ("int",),
-        "act_bits": (16, 32),
+        "act_dynamic": (True,),
+        "act_sym": (True,),
         "desc_act": (False,),
     },
-    silent=f"{_SILENT} act_data_type act_dynamic act_group_size act_sym scale_dtype "
-    "supported_types",
+    silent=f"{_SILENT} scale_dtype supported_types",
     resolve=_auto_round,
 )
 MODELOPT = Family(
@@ -490,12 +552,15 @@ FAMILIES = {
     "modelopt_mixed": MODELOPT,
     "gptq": GPTQ,
     "awq": Family(
-        used=dict.fromkeys(("bits", "w_bit", "group_size", "q_group_size"), INTEGER),
+        used={
+            **dict.fromkeys(("bits", "w_bit", "group_size", "q_group_size"), INTEGER),
+            "zero_point": BOOLEAN,
+        },
         fixed=_INTEGERS
         | {
+            "method": ("awq",),
             "version": ("gemm",),
             "format": ("gemm",),
-            "zero_point": (True,),
             "desc_act": (False,),
         },
         # transformers writes GPTQ's defaults beside AWQ's fields

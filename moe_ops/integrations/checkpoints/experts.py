@@ -27,7 +27,7 @@ from moe_ops.tensors import from_quantized, quantize
 
 Source = dict[str, str]  # role -> name of a tensor in the files
 BIAS = "bias"  # no part of a weight
-_ELEMENTS = ("weight", "weight_packed", "qweight", "blocks")
+_ELEMENTS = ("weight", "weight_packed", "qweight", "blocks", "_weight_qdata")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Weight:
     stacked: bool  # the files hold (E, N, K), not E matrices
     columns_first: bool = False  # a stacked plain weight lies as (E, K, N)
     values_only: bool = False  # it is read for its values: activations stay as they are
+    in_turn: bool = False  # rows of the projections take turns, of each expert by itself
     ids: range | None = None  # read these experts alone; None: all
 
     @property
@@ -151,6 +152,10 @@ class Checkpoint:
                     continue
                 source = stacked[i] if number is None else single[i].setdefault(int(number), {})
                 add_tensor(source, role, tensor, name)
+        joined = f"{experts}.gate_up_proj_scale_inv"
+        if projections == ("gate_proj", "up_proj") and joined in self.files.entries:
+            add_tensor(stacked[0], "weight_scale_inv", joined, name)
+        self.share_scales(name, stacked, single)
         sources = experts_of(name, stacked, single)
         routed = experts.endswith(".experts") and single[0]
         if self._count and routed and len(routed) < self._count:
@@ -169,6 +174,7 @@ class Checkpoint:
         columns_first: bool = False,
         joined: int = 0,
         values_only: bool = False,
+        in_turn: bool = False,
     ) -> Weight:
         """Check one weight against the files' headers: nothing of its data is read.
 
@@ -180,6 +186,7 @@ class Checkpoint:
                 with columns_first, (E * K, N).
             values_only: it will be dequantized, so that what the configuration says of
                 activations does not matter.
+            in_turn: rows of the projections take turns, the first of gate before the first of up.
         """
         matrices = [
             [self._describe(source, values_only) for source in projection]
@@ -200,6 +207,11 @@ class Checkpoint:
                         f"other experts', got {matrix.rows}"
                     )
             rows += described[0][1].rows
+            if in_turn and first.scheme.startswith("fp8_block"):
+                raise ValueError(
+                    f"{self._where(projection[0])} must not have scales that 128 rows share: in "
+                    f"{name} the rows of gate and up take turns"
+                )
             if (
                 len(sources) > 1
                 and first.scheme.startswith("fp8_block")
@@ -223,7 +235,7 @@ class Checkpoint:
         if columns_first:
             shape = (shape[0], shape[2], shape[1])
         return Weight(
-            name, sources, form, first.scheme, shape, stacked, columns_first, values_only
+            name, sources, form, first.scheme, shape, stacked, columns_first, values_only, in_turn
         )
 
     def load(
@@ -284,11 +296,9 @@ class Checkpoint:
                 yield rows.T if weight.columns_first else rows
             return
         for e in weight.experts:
-            yield self._plain_rows(tuple([p[e] for p in weight.sources]), device)
-
-    def _plain_rows(self, expert: tuple[Source, ...], device: Any) -> Tensor:
-        parts = [self._read(source, device)["weight"] for source in expert]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            yield join_rows(
+                [self._read(p[e], device)["weight"] for p in weight.sources], weight.in_turn
+            )
 
     def _quantizing(self, weight: Weight, scheme: str, device: Any) -> Iterator[dict[str, Tensor]]:
         """Quantize plain weights, one expert at a time."""
@@ -308,17 +318,21 @@ class Checkpoint:
             stacks = [self._convert(weight, source, device) for source in first]
             for e in range(len(weight.experts)):
                 parts = [{n: t[e] if t.dim() else t for n, t in s.items()} for s in stacks]
-                yield self._join(parts, first)
+                yield self._join(parts, first, weight.in_turn)
             return
         for e in weight.experts:
             expert = tuple([projection[e] for projection in weight.sources])
-            yield self._join([self._convert(weight, s, device) for s in expert], expert)
+            yield self._join(
+                [self._convert(weight, s, device) for s in expert], expert, weight.in_turn
+            )
 
     def _convert(self, weight: Weight, source: Source, device: Any) -> dict[str, Tensor]:
         assert weight.format is not None
         tensors = self._read(source, device, weight)
         try:
-            parts = weight.format.convert(tensors, self._config(source, weight.values_only))
+            parts = weight.format.convert(
+                tensors, self._config(weight.format, source, weight.values_only)
+            )
             for name, t in parts.items():
                 if (
                     name != "qdata"
@@ -331,7 +345,7 @@ class Checkpoint:
         return parts
 
     def _join(
-        self, parts: list[dict[str, Tensor]], expert: tuple[Source, ...]
+        self, parts: list[dict[str, Tensor]], expert: tuple[Source, ...], in_turn: bool
     ) -> dict[str, Tensor]:
         """One matrix of the projections' rows, in their order."""
         joined = parts[0]
@@ -341,7 +355,7 @@ class Checkpoint:
         for name, t in joined.items():
             others = [p[name] for p in parts]
             if t.dim():
-                out[name] = torch.cat(others)
+                out[name] = join_rows(others, in_turn)
             elif any(not torch.equal(o, t) for o in others):
                 values = ", ".join(f"{o.item():.9g}" for o in others)
                 raise ValueError(
@@ -352,6 +366,42 @@ class Checkpoint:
             else:
                 out[name] = t
         return out
+
+    def share_scales(
+        self, name: str, stacked: list[Source], single: list[dict[int, Source]]
+    ) -> None:
+        """Give each expert its part of the stacked scales of fine-grained fp8.
+
+        transformers saves the elements of such experts one by one, ``experts.3.up_proj.weight``,
+        and the scales as its model has them: ``experts.gate_up_proj_scale_inv``, one block for
+        128 rows, those of gate before those of up.
+        """
+        count, entries = len(single[0]), self.files.entries
+        weights = [
+            [entries.get(p.get(e, {}).get("weight", "")) for e in range(count)] for p in single
+        ]
+        found = [[w for w in projection if w and len(w.shape) == 2] for projection in weights]
+        complete = all(len(p) == len(f) == count > 0 for p, f in zip(single, found, strict=True))
+        if not complete or [*stacked[0]] != ["weight_scale_inv"] or any(stacked[1:]):
+            return
+        entry = entries[stacked[0].pop("weight_scale_inv")]
+        rows = [-(-projection[0].shape[0] // 128) for projection in found]
+        want = (count, sum(rows), -(-found[0][0].shape[1] // 128))
+        if entry.shape != want:
+            raise ValueError(
+                f"{entry} must have the scales of {name}, whose experts are stored one by one, "
+                f"with shape {want}, got {entry.shape}"
+            )
+        begin = entry.begin
+        for e in range(count):
+            for projection, blocks in zip(single, rows, strict=True):
+                part = replace(
+                    entry, name=f"{entry.name}[{e}]", shape=(blocks, want[2]), begin=begin
+                )
+                key = f"{begin} of {entry}"  # the name of no tensor
+                entries[key] = part
+                add_tensor(projection[e], "weight_scale_inv", key, name)
+                begin += part.bytes
 
     def _describe(self, source: Source, values_only: bool) -> tuple[Format | None, Matrix]:
         for tensor in source.values():
@@ -367,14 +417,16 @@ class Checkpoint:
                 dims = () if values_only and len(entries["weight"].shape) > 1 else (2, 3)
                 *batch, rows, columns = shape_of(entries, "weight", *dims)
                 return None, Matrix("", rows, columns, tuple(batch))
-            return form, form.describe(entries, self._config(source, values_only))
+            return form, form.describe(entries, self._config(form, source, values_only))
         except ValueError as error:
             raise ValueError(f"{self._where(source)}: {error}") from error
 
-    def _config(self, source: Source, values_only: bool) -> dict[str, Any]:
-        role, tensor = next(iter(source.items()))
-        module = module_of(tensor, role)
-        config = self._said(config_for, module, *self.others.get(module, ()))
+    def _config(self, form: Format, source: Source, values_only: bool) -> dict[str, Any]:
+        config: dict[str, Any] = {}
+        if not form.tells:
+            role, tensor = next(iter(source.items()))
+            module = module_of(tensor, role)
+            config = self._said(config_for, module, *self.others.get(module, ()))
         return config | {VALUES_ONLY: True} if values_only else config
 
     def _said(self, function: Callable, *arguments: str) -> Any:
@@ -410,6 +462,13 @@ class Checkpoint:
         """The values of one quantized matrix (N, K) outside the experts, in ``dtype``."""
         weight = self.plan(name, ((source,),), values_only=True)
         return self.load(weight, device=device, dtype=dtype).dequantize()[0]
+
+
+def join_rows(parts: list[Tensor], in_turn: bool) -> Tensor:
+    """The rows of an expert's projections, one after the other or in turn."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts, 1).flatten(0, 1) if in_turn else torch.cat(parts)
 
 
 def _storage(matrix: Matrix) -> str:

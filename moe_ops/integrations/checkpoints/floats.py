@@ -168,6 +168,27 @@ def convert_scaled(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     return {"qdata": t["weight"], "scale": scale}
 
 
+def describe_torchao(t: dict, config: Config) -> Matrix:
+    """torchao's Int8Tensor and Float8Tensor: as `describe_scaled`, read for their values alone.
+
+    What they do with activations stands in the file's metadata, in words of torchao's own.
+    """
+    if not config.get(VALUES_ONLY):
+        raise ValueError(
+            "quantized experts must not be torchao's, whose use of activations moe_ops does not "
+            "read; load the plain checkpoint with MoeOpsConfig(scheme)"
+        )
+    return describe_scaled(_of_torchao(t), config)
+
+
+def convert_torchao(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    return convert_scaled(_of_torchao(t), config)
+
+
+def _of_torchao(t: dict) -> dict:
+    return {role.removeprefix("_").removesuffix("_qdata"): tensor for role, tensor in t.items()}
+
+
 _NVFP4 = {
     "": "nvfp4_w4a16",
     "float4 tensor_group16 local": "nvfp4",
@@ -182,10 +203,15 @@ def describe_nvfp4(t: dict, config: Config) -> Matrix:
         names = ("weight", "weight_scale_2", "input_scale")
     qdata, global_scale, input_scale = names
     *batch, n, k = shape_of(t, qdata, 2, 3)
+    if _columns_first(t, qdata):
+        n, k = k, n
+        require(t, qdata, (*batch, k, n), torch.uint8)
+        require(t, "weight_scale", (*batch, k // 8, n), torch.float8_e4m3fn)
+    else:
+        require(t, qdata, (*batch, n, k), torch.uint8)
+        require(t, "weight_scale", (*batch, n, k // 8), torch.float8_e4m3fn)
     k *= 2
-    require(t, qdata, (*batch, n, k // 2), torch.uint8)
-    require(t, "weight_scale", (*batch, n, k // 16), torch.float8_e4m3fn)
-    if math.prod(shape_of(t, global_scale)) != math.prod(batch):
+    if math.prod(shape_of(t, global_scale)) not in (1, math.prod(batch)):
         raise ValueError(f"{global_scale} must have one element, got {shape_of(t, global_scale)}")
     strategies = ("tensor_group", "group")
     check_weights(config, type=("float",), num_bits=(4,), symmetric=(True,), group_size=(16,))
@@ -203,13 +229,25 @@ def describe_nvfp4(t: dict, config: Config) -> Matrix:
 
 def convert_nvfp4(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     matrix = describe_nvfp4(t, config)
+    if _columns_first(t, "weight_packed" if "weight_packed" in t else "weight"):
+        turned = {"weight", "weight_packed", "weight_scale"}
+        t = {r: x.transpose(1, 2).contiguous() if r in turned else x for r, x in t.items()}
     if "weight_packed" in t:  # value = e2m1 * scale / global scale
         parts = {"qdata": t["weight_packed"], "scale": t["weight_scale"]}
-        parts["global_scale"] = t["weight_global_scale"].float().reshape(matrix.batch)
+        scale = t["weight_global_scale"].float()
     else:  # value = e2m1 * scale * weight_scale_2
         parts = {"qdata": t["weight"], "scale": t["weight_scale"]}
-        parts["global_scale"] = 1 / t["weight_scale_2"].float().reshape(matrix.batch)
+        scale = 1 / t["weight_scale_2"].float()
+    parts["global_scale"] = scale.flatten().expand(math.prod(matrix.batch)).reshape(matrix.batch)
     return parts
+
+
+def _columns_first(t: dict, qdata: str) -> bool:
+    """Whether a stack lies as (E, K/2, N), as ModelOpt has gpt_oss: neighbours of a column share
+    a byte.
+    """
+    *batch, rows, columns = shape_of(t, qdata, 2, 3)
+    return bool(batch) and shape_of(t, "weight_scale") == (*batch, rows // 8, columns)
 
 
 # --- static scales of activations, of which all experts share one ------------------------------
@@ -256,6 +294,14 @@ def describe_mxfp4(t: dict, config: Config) -> Matrix:
     check_weights(config, type=("float",), num_bits=(4,), symmetric=(True,), group_size=(32,))
     scheme = scheme_of(t, config, _MXFP4, "MXFP4 weights", default="")
     return Matrix(scheme, n, k, tuple(batch))
+
+
+def describe_modelopt_mxfp4(t: dict, config: Config) -> Matrix:
+    return describe_mxfp4(t | {"weight_packed": t["weight"]}, config)
+
+
+def convert_modelopt_mxfp4(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    return convert_mxfp4(t | {"weight_packed": t["weight"]}, config)
 
 
 def convert_mxfp4(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:

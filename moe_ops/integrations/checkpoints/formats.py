@@ -39,6 +39,7 @@ class Format:
     describe: Callable[[dict, Config], Matrix]
     convert: Callable[[dict[str, Tensor], Config], dict[str, Tensor]]
     dtypes: tuple[torch.dtype, ...] = ()  # of "weight", where the names do not tell
+    tells: bool = False  # its tensors alone do: the configuration is in words of its own
 
 
 def format_of(tensors: dict, where: str) -> Format | None:
@@ -139,6 +140,22 @@ FORMATS = (
         floats.describe_scaled,
         floats.convert_scaled,
         (torch.float8_e4m3fn, torch.int8),
+    ),
+    Format(
+        "modelopt mxfp4",
+        ("weight", "weight_scale"),
+        (),
+        floats.describe_modelopt_mxfp4,
+        floats.convert_modelopt_mxfp4,
+        (torch.uint8,),
+    ),
+    Format(
+        "torchao",
+        ("_weight_qdata", "_weight_scale"),
+        ("_weight_zero_point",),
+        floats.describe_torchao,
+        floats.convert_torchao,
+        tells=True,
     ),
 )
 ROLES = tuple(sorted({role for f in FORMATS for role in (*f.required, *f.optional)}))

@@ -126,13 +126,17 @@ def convert_gptq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
         if not torch.equal(t["g_idx"].long(), expected):
             raise ValueError(_ACT_ORDER.format("act-order (a g_idx that does not ascend)"))
     if config.get("sym"):
-        if not bool((zero == 2 ** (bits - 1)).all()):
-            raise ValueError(
-                f"qzeros must be {2 ** (bits - 1)} everywhere, as the checkpoint's sym=True "
-                f"says, got {zero.unique().tolist()[:8]}; is its checkpoint_format right?"
-            )
+        _check_symmetric(zero, bits, "sym=True says", "; is its checkpoint_format right?")
         return _integers(codes, None, t["scales"].T, bits)
     return _integers(codes, zero, t["scales"].T, bits)
+
+
+def _check_symmetric(zero: Tensor, bits: int, said: str, hint: str = "") -> None:
+    if not bool((zero == 2 ** (bits - 1)).all()):
+        raise ValueError(
+            f"qzeros must be {2 ** (bits - 1)} everywhere, as the checkpoint's {said}, got "
+            f"{zero.unique().tolist()[:8]}{hint}"
+        )
 
 
 def describe_awq(t: dict, config: Config) -> Matrix:
@@ -150,12 +154,16 @@ def describe_awq(t: dict, config: Config) -> Matrix:
     require(t, "scales", (groups, n), *FLOATS)
     require(t, "qzeros", (groups, words), torch.int32)
     size = config.get("group_size", config.get("q_group_size"))
-    return Matrix("int4_w4a16" + group_variant(k, groups, size, (32, 64, 128)) + ":zp", n, k)
+    zp = "" if config.get("zero_point") is False else ":zp"
+    return Matrix("int4_w4a16" + group_variant(k, groups, size, (32, 64, 128)) + zp, n, k)
 
 
 def convert_awq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     codes = unpack_int32(t["qweight"], 4, 1, AWQ_ORDER).T
     zero = unpack_int32(t["qzeros"], 4, 1, AWQ_ORDER).T
+    if config.get("zero_point") is False:
+        _check_symmetric(zero, 4, "zero_point=False says")
+        return _integers(codes, None, t["scales"].T, 4)
     return _integers(codes, zero, t["scales"].T, 4)
 
 

@@ -79,6 +79,8 @@ def own_readers(
             kept.append(transform)
             continue
         covered.add(leaf)
+        if {base.rpartition(".")[2] for base in _bases(transform)} <= {"w1", "w2", "w3"}:
+            own += _single_readers(leaf, table)  # the names that quantizers give them
         reader = _reader(_bases(transform), transform.target_patterns[0], table)
         reader.scope_prefix = transform.scope_prefix
         reader.base_model_prefix = transform.base_model_prefix
@@ -86,8 +88,9 @@ def own_readers(
     for leaf, layer in leaves.items():
         converted = any(_converts_to(transform, leaf) for transform in kept)
         own.append(_stacked_reader(leaf, table, plain=not converted))
-        if leaf not in covered and getattr(layer.owner, "is_concatenated", True):
-            own += _single_readers(leaf, table)
+        if leaf not in covered:
+            biased = hasattr(layer.owner, leaf.rpartition(".")[2] + "_bias")
+            own += _single_readers(leaf, table, biased)
     own += _matrix_readers(checkpoint, [*own, *kept], table)
     return [*own, *kept], table
 
@@ -109,10 +112,10 @@ def names_of(tensor: str, target: str, projection: int) -> tuple[str, ...]:
         return (target.removesuffix(".weight"),)
     owner, _, leaf = target.rpartition(".")
     own = re.split(r"experts\.\d+\.", tensor)[-1].rpartition(".")[0]
-    return f"{owner}.{number}.{_projections(leaf)[projection]}", f"{owner}.{number}.{own}"
+    return f"{owner}.{number}.{projections_of(leaf)[projection]}", f"{owner}.{number}.{own}"
 
 
-def _projections(leaf: str) -> tuple[str, ...]:
+def projections_of(leaf: str) -> tuple[str, ...]:
     """The usual names of the matrices that a parameter of experts has joined."""
     return {"gate_up_proj": ("gate_proj", "up_proj")}.get(leaf, (leaf,))
 
@@ -142,12 +145,16 @@ def _bases(transform: loading.WeightConverter) -> list[str]:
 
 
 def _reader(
-    bases: list[str], target: str, table: Table, roles: tuple[str, ...] = (*ROLES, BIAS)
+    bases: list[str],
+    target: str,
+    table: Table,
+    roles: tuple[str, ...] = (*ROLES, BIAS),
+    aliases: tuple[str, ...] = tuple(ALIASES),
 ) -> OwnReader:
     # a bias: GPTQ writes one for each matrix, of zeros where the model has none
     patterns = []
     for projection, base in enumerate(bases):
-        for role in (*roles, *ALIASES):
+        for role in (*roles, *aliases):
             pattern = rf"{base}.{role}$"
             table[pattern] = (projection, ALIASES.get(role, role))
             patterns.append(pattern)
@@ -160,16 +167,22 @@ def _stacked_reader(leaf: str, table: Table, plain: bool) -> OwnReader:
     """
     names = {"": "weight"} if plain else {}
     names |= {"_" + role.removeprefix("weight_"): role for role in _COMPANIONS}
+    names |= {"_" + role: role for role in _COMPANIONS if role.startswith("weight_")}
     names |= {rf"\.{role}": role for role in STORED}
     patterns = {rf"{_START}{leaf}{text}$": role for text, role in names.items()}
     table.update({pattern: (0, role) for pattern, role in patterns.items()})
     return OwnReader(list(patterns), leaf)
 
 
-def _single_readers(leaf: str, table: Table) -> list[OwnReader]:
-    """Experts one by one, in families whose own checkpoints hold them stacked."""
+def _single_readers(leaf: str, table: Table, biased: bool = False) -> list[OwnReader]:
+    """Experts one by one, in families whose own checkpoints hold them stacked; with their biases,
+    if the model has some.
+    """
     module, _, name = leaf.rpartition(".")
-    return [_reader([f"{_START}{module}.*.{p}" for p in _projections(name)], leaf, table)]
+    bases = [f"{_START}{module}.*.{p}" for p in projections_of(name)]
+    if not biased:
+        return [_reader(bases, leaf, table)]
+    return [_reader(bases, leaf, table, ROLES), _reader(bases, f"{leaf}_bias", table, (BIAS,), ())]
 
 
 def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> list[OwnReader]:

@@ -21,6 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from moe_ops.integrations.checkpoints import files
 from moe_ops.integrations.checkpoints.common import FLOATS
+from moe_ops.integrations.checkpoints.configs import gate_and_up_are_halves
 from moe_ops.integrations.checkpoints.experts import (
     BIAS,
     Checkpoint,
@@ -28,10 +29,12 @@ from moe_ops.integrations.checkpoints.experts import (
     Weight,
     add_tensor,
     experts_of,
+    join_rows,
     module_of,
     scheme_for,
 )
 from moe_ops.integrations.checkpoints.formats import ROLES, why_refused
+from moe_ops.integrations.checkpoints.headers import Entry
 from moe_ops.integrations.checkpoints.json_files import parse_object
 from moe_ops.integrations.transformers import conversions
 from moe_ops.integrations.transformers import layers as layers_of
@@ -78,6 +81,7 @@ class MoeOpsQuantizer(HfQuantizer):
         self._weights: dict[str, Weight] = {}
         self._matrices: dict[str, Source] = {}
         self._stored: dict[str, Source] = {}
+        self._biases: dict[str, tuple[tuple[Source, ...], ...]] = {}  # [projection][expert]
 
     def __deepcopy__(self, memo: dict) -> MoeOpsQuantizer:
         return self  # it has no state once a model is loaded
@@ -160,19 +164,23 @@ class MoeOpsQuantizer(HfQuantizer):
         found: dict[str, dict[str, tuple[int, str]]] = {}
         foreign: set[str] = set()
         modules: dict[str, bool] = {}  # that tensors were found for, and whether we read them
+        claimed: set[str] = set()  # parameters that something is read for
         unclaimed: dict[str, str] = {}  # tensor -> its name in the model
         tensors = [*self._opened.files.entries, *self._opened.files.unknown]
         for tensor in sorted(tensors, key=loading.dot_natural_key):
             target, pattern = loading.rename_source_key(
                 tensor, renamings, converters, model.base_model_prefix, state
             )
+            claimed.update(_targets_of(target, pattern, converters))
             if tensor in self._opened.files.unknown:
                 unclaimed[tensor] = target
             elif target in state and pattern in table:
                 projection, role = found.setdefault(target, {})[tensor] = table[pattern]
                 module = module_of(tensor, role)
                 modules[module] = True
-                self._opened.others[module] = conversions.names_of(tensor, target, projection)
+                if role != BIAS:
+                    names = conversions.names_of(tensor, target, projection)
+                    self._opened.others[module] = names
             elif target in state:
                 self._check_plain(tensor, state[target])
                 foreign.add(target)
@@ -182,9 +190,12 @@ class MoeOpsQuantizer(HfQuantizer):
             else:
                 unclaimed[tensor] = target
         self._check_companions(model, modules, unclaimed)
+        self._check_missing(model, state.keys() - claimed - self._layers.keys(), unclaimed)
         for target, sources in found.items():
             if target in self._layers:
                 self._assign_weight(target, sources)
+            elif all(role == BIAS for _, role in sources.values()):
+                self._assign_biases(target, state[target], sources)
             else:
                 source: Source = {}
                 for tensor, (_, role) in sources.items():
@@ -193,8 +204,8 @@ class MoeOpsQuantizer(HfQuantizer):
                 self._opened.plan(target, ((source,),), values_only=True)
         for target in self._layers:
             if target not in found and target not in foreign:
-                raise ValueError(f"{target} must be in the checkpoint, got no tensor for it")
-        quantized = self._stored or any(w.scheme for w in self._weights.values())
+                raise ValueError(self._no_tensor(target, unclaimed))
+        quantized = self._stored or self._matrices or any(w.scheme for w in self._weights.values())
         if self.quantization_config.scheme is None and not quantized:
             raise ValueError(
                 "scheme must be given to quantize a plain checkpoint, got None; leave "
@@ -233,6 +244,43 @@ class MoeOpsQuantizer(HfQuantizer):
                 where = entries.get(tensor) or f"{tensor} in {unknown[tensor]}"
                 raise ValueError(f"{where} must be absent: {why_refused(role)}")
 
+    def _check_missing(self, model: Any, missing: set[str], unclaimed: dict[str, str]) -> None:
+        """Raise if the model lacks a parameter, and the checkpoint has tensors in its module, or
+        anywhere in the same backbone, that nobody takes: transformers would leave it random.
+        """
+        prefix = model.base_model_prefix
+        backbone = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+        ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
+        left = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        spare = {
+            tensor: target
+            for tensor, target in unclaimed.items()
+            if not any(re.search(pattern, tensor) for pattern in left)
+        }
+        for name in sorted(missing - tied):
+            if not spare or any(re.search(pattern, name) for pattern in ignored):
+                continue
+            module = name.rpartition(".")[0] + "."
+            beside = (t for t, target in spare.items() if target.startswith(module))
+            within = (t for t, target in spare.items() if target.startswith(backbone))
+            found = next(beside, next(within, None) if name.startswith(backbone) else None)
+            if found is not None:
+                raise ValueError(self._no_tensor(name, {found: module}))
+
+    def _no_tensor(self, target: str, unclaimed: dict[str, str]) -> str:
+        """What a parameter without tensors is refused with."""
+        files, owner = self._opened.files, target.rpartition(".")[0] + "."
+        found = next((t for t, name in unclaimed.items() if name.startswith(owner)), None)
+        if found is None:
+            return f"{target} must be in the checkpoint, got no tensor for it"
+        where = files.entries.get(found) or f"{found} in {files.unknown[found]}"
+        return (
+            f"{target} must be in the checkpoint under a name that moe_ops or transformers knows, "
+            f"got {where}, which no parameter takes; write the values under the names of the "
+            "model's own checkpoints, or load the plain checkpoint and quantize it"
+        )
+
     def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
         """Raise for a tensor of experts that transformers would join or split by its own
         conversions.
@@ -270,6 +318,7 @@ class MoeOpsQuantizer(HfQuantizer):
             else:
                 source = single[projection].setdefault(number, {})
             add_tensor(source, role, tensor, target)
+        self._opened.share_scales(target, stacked, single)
         layer, name = self._layers[target]
         expected = tuple(layer.natural_weight(name).shape)
         if sharding.is_sharded(parameter := getattr(layer.owner, name)):
@@ -279,7 +328,12 @@ class MoeOpsQuantizer(HfQuantizer):
             sources = tuple(projection[: expected[0]] for projection in sources)
         joined = expected[0] if getattr(layer.owner, name).dim() == 2 else 0
         columns_first = layer.columns_first(name)
-        weight = self._opened.plan(target, sources, columns_first=columns_first, joined=joined)
+        in_turn = len(sources) > 1 and self._in_turn(target)
+        weight = self._opened.plan(
+            target, sources, columns_first=columns_first, joined=joined, in_turn=in_turn
+        )
+        if weight.format and weight.stacked and columns_first and "weight" in sources[0][0]:
+            _check_orientation(self._opened.files.entries[sources[0][0]["weight"]])
         if weight.shape != expected:
             raise ValueError(
                 f"{target} must have shape {expected} as (experts, rows, columns), got "
@@ -289,6 +343,39 @@ class MoeOpsQuantizer(HfQuantizer):
         if scheme and weight.format is None:
             check_scheme_fits(target, scheme, weight.shape)
         self._weights[target] = weight
+
+    def _in_turn(self, target: str) -> bool:
+        """Whether rows of gate and up of a parameter take turns, and files have both apart."""
+        owner = target.rpartition(".")[0]
+        assert self._model is not None
+        if getattr(self._model.get_submodule(owner), "is_concatenated", True):
+            return False
+        try:
+            return not gate_and_up_are_halves(self._opened.config)
+        except ValueError as error:
+            raise ValueError(f"{target}: {error}") from error
+
+    def _assign_biases(
+        self, target: str, parameter: Tensor, tensors: dict[str, tuple[int, str]]
+    ) -> None:
+        """Biases of experts one by one, of which the model has a stack (E, rows)."""
+        name = target.rpartition(".")[2].removesuffix("_bias")
+        single: list[dict[int, Source]] = [{} for _ in conversions.projections_of(name)]
+        for tensor, (projection, _) in tensors.items():
+            number = conversions.expert_number(tensor)
+            assert number is not None
+            add_tensor(single[projection].setdefault(number, {}), BIAS, tensor, target)
+        sources = experts_of(target, [{} for _ in single], single)
+        E, rows = parameter.shape
+        expected = (rows // len(sources),)
+        for source in (source for projection in sources for source in projection):
+            entry = self._opened.files.entries[source[BIAS]]
+            if entry.shape != expected or entry.dtype not in FLOATS or len(sources[0]) != E:
+                raise ValueError(
+                    f"{entry} must be a floating-point bias of shape {expected}, one of {E} "
+                    f"experts, got {entry.dtype} {entry.shape} of {len(sources[0])}"
+                )
+        self._biases[target] = sources
 
     def _check_zero(self, tensor: str, owner: str) -> None:
         if self._opened.files.read(tensor).any():
@@ -379,6 +466,13 @@ class MoeOpsQuantizer(HfQuantizer):
 
     def _read_matrix(self, model: nn.Module, target: str, device: torch.device | str) -> Tensor:
         dtype = model.get_parameter(target).dtype
+        if target in self._biases:
+            sources = self._biases[target]
+            in_turn = len(sources) > 1 and self._in_turn(target)
+            read = self._opened.files.read
+            experts = zip(*sources, strict=True)
+            rows = [join_rows([read(s[BIAS], device) for s in e], in_turn) for e in experts]
+            return torch.stack(rows).to(dtype)
         source = self._matrices[target]
         if source.keys() == {"weight"}:
             return self._opened.files.read(source["weight"], device).to(dtype)
@@ -410,10 +504,17 @@ class MoeOpsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
-        for state in (self._layers, self._weights, self._matrices, self._stored):
+        for state in (
+            *(self._layers, self._weights, self._matrices, self._stored),
+            self._biases,
+        ):
             state.clear()
         self._checkpoint = self._model = None
-        mark_quantized(model, self.quantization_config)
+        layers = layers_of.find(model)
+        if any(isinstance(x.weight(name), ExpertTensor) for x in layers for name in x.weights):
+            mark_quantized(model, self.quantization_config)
+        else:  # they were plain beside quantized matrices, which are plain now
+            self.remove_quantization_config(model)
         attach_layers(model, {"backend": self.quantization_config.backend})
         return model
 
@@ -492,6 +593,25 @@ class _QuantizeConverted(loading.ConversionOps):
 
 
 _MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "_weight_conversions")
+
+
+def _check_orientation(entry: Entry) -> None:
+    """Raise for a stack of which shapes cannot tell whether its columns come first."""
+    if entry.dtype != torch.uint8:
+        raise ValueError(
+            f"{entry} must hold experts one by one, or pairs of e2m1, got a stack of "
+            f"{entry.dtype} for a model that keeps columns before rows: nothing says which of the "
+            "two the file has; load the plain checkpoint with MoeOpsConfig(scheme)"
+        )
+
+
+def _targets_of(target: str, pattern: str | None, converters: list) -> list[str]:
+    """The parameters that a converter makes of a tensor, of which ``target`` is the first."""
+    for converter in converters if pattern is not None else ():
+        first, *others = converter.target_patterns
+        if others and pattern in converter.source_patterns:
+            return [target, *(target.replace(first, other) for other in others)]
+    return [target]
 
 
 def mark_quantized(model: nn.Module, config: MoeOpsConfig, keep: bool = False) -> None:

@@ -98,13 +98,17 @@ def save_plain(model, folder, dtype=torch.bfloat16):
     return folder
 
 
-def requantize(folder, writer, original):
-    """Replace all matrices of the layers by a writer's; the plain model gets their values."""
+def requantize(folder, writer, original, part=""):
+    """Replace all matrices of the layers whose names have this part by a writer's; the plain model
+    gets their values.
+    """
     save_plain(original, folder)
     tensors = files.load_file(folder / "model.safetensors")
     for name in list(tensors):
         module = name.removesuffix(".weight")
         if ".layers." not in name or tensors[name].dim() != 2 or module.endswith("gate"):
+            continue
+        if part not in name:
             continue
         expert = re.search(r"experts\.(\d+)", name)
         writer.factor = 1.0 + int(expert[1]) if expert else 1.0

@@ -1,20 +1,37 @@
 """Checkpoints as the libraries that quantize models write them: names, fields and layouts."""
 
 import copy
+import json
+import re
 
 import pytest
+import torch
 
-from tests.support.writers import WRITERS
+from tests.support.writers import (
+    AWQ,
+    GPTQ,
+    NVFP4,
+    WRITERS,
+    AWQWriter,
+    BlockFP8,
+    Int8,
+    MXFP4Packed,
+)
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+from moe_ops.integrations.checkpoints import Checkpoint
 from tests.integrations.transformers.test_from_pretrained import (
+    gpt_oss,
     load,
     logits,
     mixtral,
+    qwen,
     relative,
     requantize,
+    rewrite,
+    save_plain,
     weights_of,
 )
 
@@ -37,11 +54,340 @@ def test_targets_name_modules_of_the_model(form, target, tmp_path):
     writer, original = copy.deepcopy(WRITERS[form]), mixtral()
     rounded, scheme = GROUPS[form]
     group = writer.config["config_groups"]["group_0"]
-    writer.config["config_groups"] = {
+    groups = {
         "group_0": group | ({"input_activations": rounded} if rounded else {}),
         "group_1": group | {"targets": [target], "input_activations": None},
     }
+    writer.config = writer.config | {"config_groups": groups}  # its class has the old one
     requantize(tmp_path, writer, original)
     loaded = load(tmp_path)
     assert {w.scheme for w in weights_of(loaded).values()} == {scheme}
     assert relative(logits(loaded), logits(original)) < 1e-5
+
+
+def values_of(model):
+    with torch.no_grad():
+        return {
+            name: p.dequantize() if hasattr(p, "scheme") else p
+            for name, p in model.named_parameters()
+        }
+
+
+def assert_same_values(loaded, original):
+    """Every parameter, to what fp32 leaves of the writer's float64 values."""
+    got, want = values_of(loaded), values_of(original)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        same = torch.equal(got[name], value)  # zeros
+        assert same or relative(got[name], value) < 1e-6, name
+
+
+def configure(writer, **config):
+    writer.config = config
+    return writer
+
+
+def change_names(folder, *pairs):
+    def change(tensors):
+        for name in list(tensors):
+            new = name
+            for old, text in pairs:
+                new = re.sub(old, text, new)
+            tensors[new] = tensors.pop(name)
+
+    rewrite(folder, change)
+
+
+# --- names ----------------------------------------------------------------------------------
+
+USUAL = (r"\.w1\.", ".gate_proj."), (r"\.w3\.", ".up_proj."), (r"\.w2\.", ".down_proj.")
+BLOCK = (r"block_sparse_moe", "mlp")
+
+
+@pytest.mark.parametrize("names", [USUAL, (BLOCK,), (*USUAL, BLOCK)], ids=["leaf", "path", "both"])
+def test_names_of_the_model_in_a_family_with_names_of_its_own(names, tmp_path):
+    original = mixtral()
+    requantize(tmp_path, copy.deepcopy(WRITERS["ct_int4"]), original)
+    change_names(tmp_path, *names)
+    loaded = load(tmp_path)
+    assert {w.scheme for w in weights_of(loaded).values()} == {"int4_w4a16:g32"}
+    assert_same_values(loaded, original)
+
+
+def test_one_expert_under_two_names(tmp_path):
+    requantize(tmp_path, copy.deepcopy(WRITERS["ct_int4"]), mixtral())
+    name = "model.layers.0.block_sparse_moe.experts.3.{}.weight_scale"
+    rewrite(tmp_path, lambda t: t.update({name.format("up_proj"): t[name.format("w3")].clone()}))
+    with pytest.raises(ValueError, match=r"w3.weight_scale must not be beside .*up_proj.weight_s"):
+        load(tmp_path)
+
+
+def one_by_one(folder, original, writer):
+    """gpt_oss with gate and up of each expert apart, and their biases; the model gets the values
+    with the rows in turn.
+    """
+    save_plain(original, folder)
+    inner, hidden = 64, 64
+
+    def change(tensors):
+        for i, layer in enumerate(original.model.layers):
+            experts, base = layer.mlp.experts, f"model.layers.{i}.mlp.experts"
+            for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+                del tensors[f"{base}.{name}"]
+            for e in range(experts.num_experts):
+                values = {}
+                for name, shape in {
+                    "gate_proj": (inner, hidden),
+                    "up_proj": (inner, hidden),
+                    "down_proj": (hidden, inner),
+                }.items():
+                    parts, value = writer.matrix(*shape)
+                    values[name] = torch.from_numpy(value).float()
+                    tensors |= {f"{base}.{e}.{name}.{part}": t for part, t in parts.items()}
+                joined, biases = experts.gate_up_proj.data[e], experts.gate_up_proj_bias[e]
+                joined[:, ::2], joined[:, 1::2] = values["gate_proj"].T, values["up_proj"].T
+                experts.down_proj.data[e] = values["down_proj"].T
+                named = {
+                    "gate": biases[::2],
+                    "up": biases[1::2],
+                    "down": experts.down_proj_bias[e],
+                }
+                for name, bias in named.items():
+                    tensors[f"{base}.{e}.{name}_proj.bias"] = bias.detach().clone()
+
+    rewrite(folder, change)
+    set_config(folder, writer.config)
+
+
+def set_config(folder, config):
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
+
+
+@pytest.mark.parametrize("form", ["ct_int4", "ct_mxfp4", "ct_fp8"])
+def test_gpt_oss_with_gate_and_up_of_each_expert(form, tmp_path):
+    writer, original = copy.deepcopy(WRITERS[form]), gpt_oss()
+    one_by_one(tmp_path, original, writer)
+    loaded = load(tmp_path)
+    assert len(weights_of(loaded)) == 4
+    assert_same_values(loaded, original)
+
+
+def test_gpt_oss_with_the_halves_of_each_expert(tmp_path):
+    """GPTQModel cuts the interleaved rows in the middle, and calls the halves gate and up."""
+    writer, original = GPTQ(sym=True, group=32), gpt_oss()
+    one_by_one(tmp_path, original, writer)
+    with pytest.raises(ValueError, match="gate_up_proj.*must say which library wrote"):
+        load(tmp_path)
+    set_config(tmp_path, writer.config | {"provider": "auto-round"})
+    assert_same_values(load(tmp_path), original)
+    set_config(tmp_path, writer.config | {"meta": {"quantizer": ["gptqmodel:7.7.0"]}})
+    with torch.no_grad():
+        for layer in original.model.layers:
+            for t in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.gate_up_proj_bias):
+                t.copy_(torch.cat((t[..., ::2], t[..., 1::2]), -1))
+    assert_same_values(load(tmp_path), original)
+
+
+def test_gpt_oss_without_the_bias_of_one_expert(tmp_path):
+    one_by_one(tmp_path, gpt_oss(), copy.deepcopy(WRITERS["ct_int4"]))
+    name = "model.layers.1.mlp.experts.2.up_proj.bias"
+    rewrite(tmp_path, lambda t: t.pop(name))
+    with pytest.raises(ValueError, match=r"gate_up_proj_bias must have all .* experts \[2\]"):
+        load(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({name: torch.zeros(2, 32)}))
+    with pytest.raises(ValueError, match=rf"{name} in .*must be a floating-point bias of shape"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", [None, "int8_w8a16"])
+def test_plain_experts_beside_quantized_attention(scheme, tmp_path):
+    original = qwen(1)
+    requantize(tmp_path, copy.deepcopy(WRITERS["ct_int4"]), original, "self_attn")
+    loaded = load(tmp_path, scheme)
+    schemes = {w.scheme for w in weights_of(loaded).values()}
+    assert schemes == ({"int8_w8a16:channel"} if scheme else set())
+    if scheme is None:
+        assert_same_values(loaded, original)
+        loaded.save_pretrained(tmp_path / "plain")
+        text = json.loads((tmp_path / "plain" / "config.json").read_text())
+        assert "quantization_config" not in text
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+        assert_same_values(again, original)
+
+
+# --- fields and layouts -----------------------------------------------------------------------
+
+
+class SymmetricAWQ(AWQWriter):
+    config = AWQWriter.config | {"zero_point": False, "sym": True}
+
+    def matrix(self, n, k):
+        tensors, _ = super().matrix(n, k)
+        tensors["qzeros"] = torch.full_like(tensors["qzeros"], -0x77777778)  # eight 8s
+        words = tensors["qweight"].long() & 0xFFFFFFFF
+        places = [AWQ.index(i) for i in range(8)]
+        q = torch.stack([(words >> 4 * i) & 15 for i in places], -1).flatten(1).T
+        values = (q.double() - 8) * tensors["scales"].double().T.repeat_interleave(64, 1)
+        return tensors, values.numpy()
+
+
+class ModelOptMXFP4(MXFP4Packed):
+    config = {"quant_method": "modelopt", "quant_algo": "mxfp4"}
+
+    def matrix(self, n, k):
+        tensors, values = super().matrix(n, k)
+        return {
+            "weight": tensors["weight_packed"],
+            "weight_scale": tensors["weight_scale"],
+        }, values
+
+
+class TorchAO(Int8):
+    """Int8Tensor as transformers saves it."""
+
+    config = {"quant_method": "torchao", "quant_type": {"default": {}}}
+
+    def matrix(self, n, k):
+        tensors, values = super().matrix(n, k)
+        named = {"_weight_qdata": tensors["weight"], "_weight_scale": tensors["weight_scale"]}
+        return named | {"_weight_zero_point": torch.zeros(n, 1, dtype=torch.int8)}, values
+
+
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"}
+MX = {"bits": 4, "data_type": "mx_fp", "group_size": 32, "sym": True}
+NV = MX | {"data_type": "nv_fp", "group_size": 16}
+MX_ACT = {"act_bits": 4, "act_data_type": "mx_fp", "act_group_size": 32, "act_dynamic": True}
+NV_ACT = MX_ACT | {"act_data_type": "nv_fp4_with_static_gs", "act_group_size": 16}
+INT8 = {"quant_method": "modelopt", "quant_algo": "W8A16"}
+GPTQMODEL = GPTQ(sym=True).config | {"method": "gptq", "hyb_act": False, "format": "gptq"}
+
+FILES = {
+    "gptqmodel": (configure(GPTQ(sym=True), **GPTQMODEL), "int4_w4a16:g128"),
+    "symmetric awq": (SymmetricAWQ(), "int4_w4a16:g64"),
+    "autoround mxfp4": (configure(MXFP4Packed(), **AUTO_ROUND, **MX, **MX_ACT), "mxfp4"),
+    "autoround mxfp4 weights": (
+        configure(MXFP4Packed(), **AUTO_ROUND, **MX, act_bits=16),
+        "mxfp4_w4a16",
+    ),
+    "autoround nvfp4": (configure(NVFP4(), **AUTO_ROUND, **NV, **NV_ACT), "nvfp4"),
+    "modelopt mxfp4": (ModelOptMXFP4(), "mxfp4_w4a16"),
+    "modelopt int8": (configure(Int8(), **INT8), "int8_w8a16:channel"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_values_and_schemes_of_tools(case, tmp_path):
+    writer, scheme = FILES[case]
+    writer, original = copy.deepcopy(writer), qwen(1)
+    requantize(tmp_path, writer, original)
+    loaded = load(tmp_path)
+    assert {w.scheme for w in weights_of(loaded).values()} == {scheme}
+    assert_same_values(loaded, original)
+
+
+REFUSED = {
+    "gptqmodel": (GPTQ(sym=True), GPTQMODEL | {"method": "qqq"}, "method of quantization_config"),
+    "rounded": (MXFP4Packed(), AUTO_ROUND | MX | MX_ACT | {"act_group_size": 64}, "act_data_type"),
+    "scaled": (NVFP4(), AUTO_ROUND | NV | NV_ACT | {"data_type": "fp8"}, "data_type, bits and"),
+    "static": (MXFP4Packed(), AUTO_ROUND | MX | MX_ACT | {"act_dynamic": False}, "act_dynamic"),
+    "gptq": (
+        GPTQ(),
+        GPTQ().config | MX_ACT | {"quant_method": "auto-round", "format": None},
+        "data_type and act_bits of",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_fields_of_tools_that_cannot_be_followed(case, tmp_path):
+    writer, config, message = REFUSED[case]
+    config = {k: v for k, v in config.items() if k != "checkpoint_format" or case == "gptqmodel"}
+    requantize(tmp_path, configure(copy.deepcopy(writer), **config), qwen(1))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_elements_by_expert_and_stacked_scales(tmp_path):
+    """As transformers saves a model that it loaded with FineGrainedFP8Config."""
+    original, base = qwen(1), "model.layers.0.mlp.experts"
+    requantize(tmp_path, BlockFP8(), original)
+
+    def stack(tensors):
+        for name in ("gate_up_proj", "down_proj"):
+            parts = {"gate_up_proj": ("gate_proj", "up_proj")}.get(name, (name,))
+            names = [[f"{base}.{e}.{p}.weight_scale_inv" for p in parts] for e in range(4)]
+            scales = [torch.cat([tensors.pop(n) for n in expert]) for expert in names]
+            tensors[f"{base}.{name}_scale_inv"] = torch.stack(scales)
+
+    rewrite(tmp_path, stack)
+    loaded = load(tmp_path)
+    assert {w.scheme for w in weights_of(loaded).values()} == {"fp8_block"}
+    assert_same_values(loaded, original)
+    checkpoint = Checkpoint(tmp_path)
+    for names, weight in (
+        (("gate_proj", "up_proj"), "gate_up_proj"),
+        (("down_proj",), "down_proj"),
+    ):
+        for _ in range(2):
+            got = checkpoint.expert_weight(base, names, expert_ids=range(1, 3))
+            got = got.dequantize(torch.float32)
+            assert relative(got, original.get_parameter(f"{base}.{weight}")[1:3]) < 1e-6
+    rewrite(tmp_path, lambda t: t.update({f"{base}.down_proj_scale_inv": torch.ones(4, 1, 1)}))
+    with pytest.raises(ValueError, match=r"down_proj_scale_inv in .* with shape \(4, 2, 1\), got"):
+        load(tmp_path)
+
+
+def test_stacks_of_modelopt_have_pairs_along_the_columns(tmp_path):
+    """gpt_oss in NVFP4: (E, K/2, N) as the model has it, one global scale for all experts."""
+    original = gpt_oss()
+    save_plain(original, tmp_path)
+
+    def change(tensors):
+        for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+            weight = original.get_parameter(name)
+            E, K, N = weight.shape
+            parts, values = NVFP4(modelopt=True).matrix(E * N, K)
+            parts["values"] = torch.from_numpy(values).float()
+            turned = {
+                role: t.view(E, N, -1).transpose(1, 2).contiguous()
+                for role, t in parts.items()
+                if t.dim()
+            }
+            tensors[name], weight.data = turned["weight"], turned["values"]
+            tensors[f"{name}_weight_scale"] = turned["weight_scale"]
+            for role in ("weight_scale_2", "input_scale"):
+                tensors[f"{name}_{role}"] = parts[role]
+
+    rewrite(tmp_path, change)
+    set_config(tmp_path, NVFP4(modelopt=True).config)
+    loaded = load(tmp_path)
+    assert {w.scheme for w in weights_of(loaded).values()} == {"nvfp4"}
+    assert_same_values(loaded, original)
+
+
+def test_torchao_attention_beside_plain_experts(tmp_path):
+    original, name = qwen(1), "model.layers.0.self_attn.k_proj"
+    requantize(tmp_path, TorchAO(), original, "self_attn")
+    assert_same_values(load(tmp_path), original)
+    loaded = load(tmp_path, "int8_w8a16")
+    got, want = values_of(loaded), values_of(original)
+    plain = [name for name in want if "experts" not in name]
+    assert plain and all(relative(got[name], want[name]) < 1e-6 for name in plain)
+    rewrite(tmp_path, lambda t: t[f"{name}._weight_zero_point"].fill_(1))
+    with pytest.raises(ValueError, match=f"{name}._weight_qdata in .* weight_zero_point must be"):
+        load(tmp_path, "int8_w8a16")
+
+
+def test_torchao_experts(tmp_path):
+    requantize(tmp_path, TorchAO(), qwen(1))
+    with pytest.raises(ValueError, match="quantized experts must not be torchao's"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("old", [r"k_proj\.weight", "self_attn.k_proj"])
+def test_parameters_whose_tensors_have_unknown_names(old, tmp_path):
+    save_plain(qwen(1), tmp_path)
+    change_names(tmp_path, (old, "k_proj.codes" if "weight" in old else "attention.wk"))
+    with pytest.raises(ValueError, match=r"k_proj.weight must be .*got model.layers.0.* takes"):
+        load(tmp_path, "int8_w8a16")
