@@ -27,6 +27,12 @@ from moe_ops.tensors import from_quantized, quantize
 
 Source = dict[str, str]  # role -> name of a tensor in the files
 BIAS = "bias"  # no part of a weight
+# fp8 with a scale for a matrix -> the same values and activations with one for each row
+BY_ROWS = {
+    "fp8_tensor": "fp8_channel_tensor",
+    "fp8_tensor_static": "fp8_channel_tensor_static",
+    "fp8_w8a16:tensor": "fp8_w8a16:channel",
+}
 _ELEMENTS = ("weight", "weight_packed", "qweight", "blocks", "_weight_qdata")
 
 
@@ -266,6 +272,18 @@ class Checkpoint:
             ) from error
         return tensor if dtype is None else tensor.to(dtype)
 
+    def scales_differ(self, weight: Weight) -> bool:
+        """Whether fp8 projections of an expert have different scales for the whole of a matrix;
+        nothing but the scales is read.
+        """
+        if weight.scheme not in BY_ROWS:
+            return False
+        for expert in zip(*weight.sources, strict=True):
+            first, *others = [self.files.read(source["weight_scale"]) for source in expert]
+            if any(not torch.equal(other.float(), first.float()) for other in others):
+                return True
+        return False
+
     def _activation_scale(self, weight: Weight, device: Any) -> dict[str, Tensor]:
         """One for all experts, read or not: the largest any of them saw."""
         scales = []
@@ -313,17 +331,22 @@ class Checkpoint:
 
     def _quantized(self, weight: Weight, scheme: str, device: Any) -> Iterator[dict[str, Tensor]]:
         """The quantized matrices of a weight, one expert at a time, projections stacked."""
+        rows = scheme in BY_ROWS.values()
+        convert = _by_rows if rows else dict
         if weight.stacked:
             first = tuple(projection[0] for projection in weight.sources)
             stacks = [self._convert(weight, source, device) for source in first]
             for e in range(len(weight.experts)):
                 parts = [{n: t[e] if t.dim() else t for n, t in s.items()} for s in stacks]
+                parts = [_by_rows(p) for p in parts] if rows else parts
                 yield self._join(parts, first, weight.in_turn)
             return
         for e in weight.experts:
             expert = tuple([projection[e] for projection in weight.sources])
             yield self._join(
-                [self._convert(weight, s, device) for s in expert], expert, weight.in_turn
+                [convert(self._convert(weight, s, device)) for s in expert],
+                expert,
+                weight.in_turn,
             )
 
     def _convert(self, weight: Weight, source: Source, device: Any) -> dict[str, Tensor]:
@@ -361,7 +384,8 @@ class Checkpoint:
                 raise ValueError(
                     f"{self._where(expert[0])} must have the {name.replace('_', ' ')} of the "
                     "other projections of its expert, because both are one matrix here, got "
-                    f"{values}; quantize again with one scale for gate and up"
+                    f"{values}; quantize again with one scale for gate and up, or for fp8 give a "
+                    "scheme with a scale for each row, such as 'fp8_channel_tensor_static'"
                 )
             else:
                 out[name] = t
@@ -464,6 +488,12 @@ class Checkpoint:
         return self.load(weight, device=device, dtype=dtype).dequantize()[0]
 
 
+def _by_rows(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One matrix with a scale for each row, if it has one for all."""
+    scale = parts["scale"]
+    return parts if scale.dim() else parts | {"scale": scale.expand(len(parts["qdata"]), 1)}
+
+
 def join_rows(parts: list[Tensor], in_turn: bool) -> Tensor:
     """The rows of an expert's projections, one after the other or in turn."""
     if len(parts) == 1:
@@ -541,7 +571,9 @@ def scheme_for(weight: Weight, scheme: str | QuantScheme | None) -> str:
         return wanted.name
     own = get_scheme(weight.scheme).quantized_weight
     asked = wanted.quantized_weight
-    if vars(asked) | {"scale_rule": ""} != vars(own) | {"scale_rule": ""}:
+    by_rows = get_scheme(BY_ROWS.get(weight.scheme, weight.scheme)).quantized_weight
+    stored = [vars(found) | {"scale_rule": ""} for found in (own, by_rows)]
+    if vars(asked) | {"scale_rule": ""} not in stored:
         raise ValueError(
             f"scheme must be one whose weights are stored as those of {weight.scheme!r}, in which "
             f"{weight.name} is quantized already, got {wanted.name!r}; leave scheme out"

@@ -9,6 +9,7 @@ checkpoints to the dtype of the parameter they are meant for.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from moe_ops.integrations.checkpoints.common import FLOATS
 from moe_ops.integrations.checkpoints.configs import gate_and_up_are_halves
 from moe_ops.integrations.checkpoints.experts import (
     BIAS,
+    BY_ROWS,
     Checkpoint,
     Source,
     Weight,
@@ -202,6 +204,7 @@ class MoeOpsQuantizer(HfQuantizer):
                     add_tensor(source, role, tensor, target)
                 self._matrices[target] = source
                 self._opened.plan(target, ((source,),), values_only=True)
+        self._give_rows_scales()
         for target in self._layers:
             if target not in found and target not in foreign:
                 raise ValueError(self._no_tensor(target, unclaimed))
@@ -343,6 +346,19 @@ class MoeOpsQuantizer(HfQuantizer):
         if scheme and weight.format is None:
             check_scheme_fits(target, scheme, weight.shape)
         self._weights[target] = weight
+
+    def _give_rows_scales(self) -> None:
+        """Use fp8 with a scale for each row in layers where gate and up have different ones."""
+        layers: dict[str, list[str]] = {}
+        for target in self._weights:
+            layers.setdefault(target.rpartition(".")[0], []).append(target)
+        for targets in layers.values():
+            if any(self._opened.scales_differ(self._weights[target]) for target in targets):
+                for target in targets:
+                    weight = self._weights[target]
+                    weight = replace(weight, scheme=BY_ROWS.get(weight.scheme, weight.scheme))
+                    scheme_for(weight, self.quantization_config.scheme)
+                    self._weights[target] = weight
 
     def _in_turn(self, target: str) -> bool:
         """Whether rows of gate and up of a parameter take turns, and files have both apart."""

@@ -16,6 +16,10 @@ from tests.support.writers import (
     BlockFP8,
     Int8,
     MXFP4Packed,
+    Writer,
+    compressed,
+    double,
+    e4m3,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -391,3 +395,38 @@ def test_parameters_whose_tensors_have_unknown_names(old, tmp_path):
     change_names(tmp_path, (old, "k_proj.codes" if "weight" in old else "attention.wk"))
     with pytest.raises(ValueError, match=r"k_proj.weight must be .*got model.layers.0.* takes"):
         load(tmp_path, "int8_w8a16")
+
+
+TENSOR = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+MATRIX_SCALES = {
+    "weights": (compressed("float-quantized", TENSOR), "fp8_w8a16:channel"),
+    "dynamic": (
+        compressed("float-quantized", TENSOR, TENSOR | {"dynamic": True}),
+        "fp8_channel_tensor",
+    ),
+    "static": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8_channel_tensor_static"),
+}
+
+
+class MatrixFP8(Writer):
+    """One scale for each matrix: gate and up of an expert have different ones."""
+
+    def matrix(self, n, k):
+        q, scale = e4m3(self.rng, n, k), torch.from_numpy(self.scales(1) / 10).float()
+        tensors = {"weight": q, "weight_scale": scale}
+        if self.config["quant_method"] == "modelopt":
+            tensors["input_scale"] = torch.tensor(0.02)
+        return tensors, double(q) * double(scale)
+
+
+@pytest.mark.parametrize("case", MATRIX_SCALES)
+def test_gate_and_up_with_different_scales_of_a_matrix(case, tmp_path):
+    config, scheme = MATRIX_SCALES[case]
+    original = qwen(1)
+    requantize(tmp_path, configure(MatrixFP8(), **config), original)
+    loaded = load(tmp_path)
+    assert {w.scheme for w in weights_of(loaded).values()} == {scheme}
+    assert_same_values(loaded, original)
+    assert_same_values(load(tmp_path, "fp8_w8a16:channel"), original)
+    with pytest.raises(ValueError, match="scheme must be one whose weights are stored as"):
+        load(tmp_path, "fp8_w8a16:tensor")
