@@ -22,7 +22,7 @@ NEW_VENV = if [ ! -x $(PY) ]; then \
   else \
     $(PYTHON) -m venv $(VENV); \
   fi; \
-fi; $(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install '$(TORCH)'
+fi; $(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install $(TORCH)
 
 # A torch that python3 already has is reused: a GPU box keeps the one built for its driver. Otherwise
 # torch comes first and alone, so that nothing after it chooses another build of it. Installing builds

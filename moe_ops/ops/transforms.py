@@ -134,6 +134,8 @@ def _level(t: Tensor) -> int | None:
 
 def _one_by_one(op: Callable, values: tuple, transform: Any) -> Any:
     level = transform.level()
+    if transform.batch_size() == 0:
+        raise RuntimeError(f"{op} cannot run under torch.func.vmap over a batch of 0 entries")
 
     def entry(i: int, t: Tensor) -> Tensor:
         if _level(t) != level:

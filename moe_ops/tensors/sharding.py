@@ -219,7 +219,8 @@ class Joined(Tensor):
     def _part(self, start: int, end: int) -> Tensor:
         for part in self.parts:
             size = part.numel()
-            if start < size:
+            if start < size or start == end:  # of nothing, too
+                assert end <= size, "DistributedDataParallel takes parameters apart, no less"
                 return part[start:end]
             start, end = start - size, end - size
         raise IndexError(f"no part of {self.shape[0]} elements begins there")
