@@ -425,10 +425,12 @@ def registered() -> tuple[Backend, ...]:
     return tuple(_registered)
 
 
-def _define(name: str, signature: str, one_by_one: bool = False) -> Any:
+def _define(
+    name: str, signature: str, differentiable: bool = False, one_by_one: bool = False
+) -> Any:
     LIB.define(name + signature)
     op = getattr(torch.ops.moe_ops, name).default
-    LIB.impl(name, transforms.under_transforms(op, one_by_one), transforms.KEY)
+    LIB.impl(name, transforms.under_transforms(op, differentiable, one_by_one), transforms.KEY)
     return op
 
 
@@ -613,7 +615,7 @@ def register_function(
         flops: its formula in `meta.flops`; None for an op without a matrix product.
         one_by_one: torch.func.vmap runs it for each entry of a batch; void ops cannot be.
     """
-    op = _define(name, signature, one_by_one)
+    op = _define(name, signature, derivative is not None, one_by_one)
     kernel = in_memory(function, name)
     if derivative is None:
         kernel = below_autograd(kernel)

@@ -93,11 +93,13 @@ def refuse(transform: str) -> None:
     )
 
 
-def under_transforms(op: Callable, one_by_one: bool) -> Callable:
+def under_transforms(op: Callable, differentiable: bool, one_by_one: bool) -> Callable:
     """What runs an operator inside of a transform: it refuses tensors that the innermost one
     differentiates or batches. Where there are none it runs the operator one level below.
 
     Args:
+        differentiable: torch.autograd has its derivative. Callers choose an operator that has one
+            by the tensors' requires_grad, and transforms hide that of the levels below.
         one_by_one: run the operator once for each entry of a batch, and do not refuse it.
     """
 
@@ -111,7 +113,7 @@ def under_transforms(op: Callable, one_by_one: bool) -> Callable:
         if name == "Jvp":
             refuse_tangents(tensors)
         elif name == "Grad":
-            if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
+            if torch.is_grad_enabled() and _require_grad(tensors):
                 refuse(name)
         elif tensors and name == "Vmap" and one_by_one:
             return _one_by_one(op, values, transform)
@@ -122,9 +124,20 @@ def under_transforms(op: Callable, one_by_one: bool) -> Callable:
             return torch._C._functorch._unwrap_for_grad(t, level)
 
         with transform.lower():
-            return op(*pytree.tree_map_only(Tensor, below, values))
+            values = pytree.tree_map_only(Tensor, below, values)
+            if not differentiable and torch.is_grad_enabled() and _require_grad(values):
+                raise RuntimeError(
+                    "moe_ops cannot record gradients inside of a torch.func transform (grad, jvp, "
+                    "...) for tensors that require them outside of it: call it outside of the "
+                    "function that is transformed, or detach its inputs"
+                )
+            return op(*values)
 
     return torch._disable_dynamo(run)  # levels must not change where it would trace a frame
+
+
+def _require_grad(values: Any) -> bool:
+    return any([isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(values)])
 
 
 def _level(t: Tensor) -> int | None:

@@ -300,3 +300,22 @@ def test_outer_transforms_do_not_reach_operators_that_keep_their_own_gradients()
     got, x.grad = x.grad, None
     (2 * experts(x).sum()).backward()
     assert (got - x.grad).norm() < 1e-5 * x.grad.norm()
+
+
+@pytest.mark.parametrize("transform", [gradient, derivative])
+@pytest.mark.parametrize(
+    "function",
+    [experts, lambda t: moe_ops.grouped_linear(t, W13, OFFSETS)],
+    ids=["experts", "linear"],
+)
+def test_gradients_of_outside_are_refused_where_a_transform_hides_them(function, transform):
+    """Inside of it a tensor that an operator of torch made says that it requires none."""
+    x = X.clone().requires_grad_()
+
+    def scaled(s):
+        return (s * function(2 * x)).sum()
+
+    with pytest.raises(RuntimeError, match="cannot record gradients inside of a torch.func"):
+        transform(scaled)(torch.ones(()))
+    with torch.no_grad():
+        assert transform(scaled)(torch.ones(())).isfinite()
