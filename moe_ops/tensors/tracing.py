@@ -38,8 +38,10 @@ def watch() -> None:
 def read_from_weights(module: GraphModule) -> None:
     """Read a weight's tensors that are inputs for themselves, too, from the weight.
 
-    Raises ValueError where a weight is written that shares memory with other inputs.
+    Raises ValueError where a weight is written that shares memory with other inputs, or is
+    assigned another tensor.
     """
+    _refuse_assigned()
     nodes = module.graph.find_nodes(op="placeholder")
     inputs = [found for node in nodes for found in _inputs(node)]
     parts = {id(found.tensor): found for found in inputs if found.name}
@@ -55,6 +57,24 @@ def read_from_weights(module: GraphModule) -> None:
     for found in replaced:
         module.graph.erase_node(found.node)
     module.recompile()
+
+
+def _refuse_assigned() -> None:
+    """Raise where the code assigns a tensor of a weight: Dynamo does it when the graph has run,
+    in which operators on the weight have the tensor of before.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    for variable, assigned in effects.store_attr_mutations.items():
+        cls: Any = variable.python_type() if variable.source is not None else None
+        if "weight_layout" in getattr(cls, "tensor_attribute_names", ()):
+            own = {*cls.tensor_data_names, *cls.optional_tensor_data_names}
+            if found := sorted(own & assigned.keys()):
+                raise ValueError(
+                    f"{found[0]} of a quantized weight must not be assigned by compiled code: "
+                    "write it by copy_, or assign it outside"
+                )
 
 
 def _inputs(node: Node) -> Iterator[_Input]:

@@ -128,6 +128,21 @@ def test_graph_breaks_between_write_and_use():
     check(write, INT4, "aot_eager")
 
 
+@pytest.mark.parametrize("use", [layer, lambda w: w[1].dequantize()])
+def test_tensors_that_compiled_code_assigns_are_refused(use):
+    """They are assigned when the graph has run, which would compute with those of before."""
+
+    def step(w):
+        w.scale = w.scale * 2
+        return use(w)
+
+    w = make(INT4)
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(Exception, match="must not be assigned by compiled code"):
+        torch.compile(step, backend="aot_eager")(w)
+    assert same(w, make(INT4))
+
+
 @pytest.mark.parametrize(
     "write, given",
     [
