@@ -2,8 +2,9 @@
 
 Generates greedily with the tiny model beside this file, first in eager transformers, then with
 `experts_implementation="moe_ops"` and the decode step compiled with fullgraph=True (and under CUDA
-graphs on a GPU), and requires the very same tokens. Then it quantizes the experts with each scheme
-and measures perplexity on held-out text, compiled in one graph too.
+graphs on a GPU), and requires the very same tokens. Then it times both in bf16 and with int8
+experts, quantizes the experts with each scheme and measures perplexity on held-out text, compiled
+in one graph too.
 
     python examples/generate.py --prompt "class Queue:" --tokens 200
 """
@@ -115,6 +116,25 @@ def compare(args: argparse.Namespace) -> torch.Tensor:
     return got
 
 
+def compare_speeds(args: argparse.Namespace) -> None:
+    """Tokens per second in bf16, uncompiled: what transformers runs by itself beside moe_ops."""
+    title("tokens per second in bfloat16, uncompiled")
+    ids, rows, reference = encode(args.prompt, args.device), [], 0.0
+    for name, implementation, scheme in (
+        ("transformers, grouped_mm", "grouped_mm", ""),
+        ("moe_ops", "moe_ops", ""),
+        ("moe_ops, int8_w8a16", "moe_ops", "int8_w8a16"),
+    ):
+        print(f"  measuring {name}", flush=True)
+        model = load(implementation, torch.bfloat16, args.device)
+        if scheme:
+            moe_transformers.quantize(model, scheme)
+        _, _, seconds = timed(model, ids, args.tokens)
+        reference = reference or seconds
+        rows.append((name, f"{args.tokens / seconds:.0f}", f"{reference / seconds:.2f}x"))
+    table(("", "tokens/s", "speed-up"), rows)
+
+
 def compare_schemes(args: argparse.Namespace) -> None:
     """Expert bytes and held-out perplexity of each scheme, hidden states in bf16."""
     text = held_out(args.perplexity_bytes)
@@ -152,7 +172,7 @@ def main() -> None:
     parser.add_argument(
         "--schemes",
         type=scheme_names,
-        default="fp8_block,fp8_channel",
+        default="int8_w8a16,fp8_block",
         help="comma-separated",
     )
     parser.add_argument(
@@ -165,6 +185,7 @@ def main() -> None:
     args = parser.parse_args()
 
     tokens = compare(args)
+    compare_speeds(args)
     compare_schemes(args)
     title("text by the compiled moe_ops model")
     print(decode(tokens))
