@@ -18,6 +18,7 @@ from moe_ops.backends.torch import grouped_mm
 from moe_ops.numerics import Scales
 from moe_ops.ops.problem import Problem
 from moe_ops.planning import machine as machines
+from moe_ops.planning.plan import why_not
 from tests.support import oracle
 from tests.support.cases import (
     BF16,
@@ -106,7 +107,7 @@ def attempt(where, problem: Problem, call):
     if problem.kind not in backend.ops:
         reasons = [f"has no {problem.kind}"]
     elif name not in machine.available:
-        reasons = [backend.available()]
+        reasons = why_not(backend, problem, machine, named=True)
     else:
         reasons = backend.supports(problem, machine)
     if not reasons:
