@@ -192,7 +192,7 @@ def _parse_options(
     defaults: tuple[tuple[str, Any], ...],
 ) -> tuple:
     """The options in the order of `names`, those in `floats` as floats; those with a default may
-    be missing, in programs that were exported before they existed.
+    be missing.
     """
     try:
         given = ast.literal_eval(text)

@@ -37,9 +37,9 @@ FLOORS = (
     "warmup selfcheck",
     "info tuning integrations",
     "bench",  # of the folders that integrations read
-    # the face, moe_ops/__init__.py, and paths beside it that saved files hold; on top, because it
-    # has the integrations wait for the libraries that they integrate with
-    "moe_ops layer layer_parts config",
+    # the face, moe_ops/__init__.py; on top, because it has the integrations wait for the libraries
+    # that they integrate with
+    "moe_ops",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 

@@ -22,26 +22,12 @@ from moe_ops import environment
 from moe_ops.checks import autocasting
 from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers.activations import HfModule
-from moe_ops.integrations.transformers.router_rules import (  # noqa: F401  models pickled whole
+from moe_ops.integrations.transformers.router_rules import (
     LINEAR,
     NOT_COVERED,
     TAKES_BIAS,
     FindRule,
     Rule,
-    _cohere2,
-    _deepseek_v2,
-    _deepseek_v3,
-    _flint,
-    _gpt_oss,
-    _granite,
-    _hy_v3,
-    _jamba,
-    _minimax_m2,
-    _minimax_m3,
-    _mixtral,
-    _privacy_filter,
-    _qwen2,
-    _qwen3_vl,
 )
 from moe_ops.integrations.transformers.router_rules import (
     RULES as _RULES,
