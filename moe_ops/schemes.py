@@ -433,6 +433,26 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
     return found
 
 
+# --- layers of two schemes: names that join that of w13 and that of w2 ---------------------------
+
+_PLAIN = "plain"  # stands for "" there
+
+
+def layer_scheme(w13: str, w2: str) -> str:
+    """What a layer's schemes are called where they travel as one: the scheme that both weights
+    have, or as in "int4_w4a16:g128+plain" that of w13 and that of w2, which are full names.
+    """
+    return w13 if w13 == w2 else f"{w13 or _PLAIN}+{w2 or _PLAIN}"
+
+
+def schemes_of_layer(scheme: str) -> tuple[str, str]:
+    """The schemes of w13 and of w2, from a name that `layer_scheme` made."""
+    if "+" not in scheme:
+        return scheme, scheme
+    w13, w2 = ["" if name == _PLAIN else name for name in scheme.split("+")]
+    return w13, w2
+
+
 # --- schemes of one's own: names that spell out both descriptions --------------------------------
 
 _CUSTOM = "custom:"

@@ -50,6 +50,11 @@ def fused_experts(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> Tensor:
     return combined(grouped_mm, hidden, call, pairs, adapters.w2)
 
 
+def quantized(call: ExpertsCall) -> bool:
+    """Whether a weight is quantized: both products are in fp32 then."""
+    return bool(call.w13.scheme or call.w2.scheme)
+
+
 def combined(
     multiply: Callable[..., Tensor],
     hidden: Tensor,
@@ -129,7 +134,7 @@ def _plain(
 def gemm1_input(call: ExpertsCall, pairs: permute.Pairs) -> Tensor:
     """(S, K): rows of hidden_states sorted by expert, weighted and rounded as the scheme says."""
     w13, scheme, rows = call.w13, call.w13.scheme, call.hidden_states
-    if scheme:  # router weights scale the input in fp32, before it is quantized
+    if quantized(call):  # router weights scale the input in fp32, before it is quantized
         rows = rows.to(torch.float32)
     if call.router_weight_on_input:
         rows = permute.weigh_inputs(rows, call.topk_weights, pairs)

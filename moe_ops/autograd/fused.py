@@ -65,9 +65,8 @@ class _Step:
     def __init__(self, call: ExpertsCall):
         self.call, self.x = call, call.hidden_states
         self.S, self.top_k = call.topk_ids.numel(), call.topk_ids.shape[1]
-        logical = get_scheme(call.w13.scheme).logical_shape
-        self.E, self.N, self.K = logical(*call.w13.data.shape)
-        self.I = logical(*call.w2.data.shape)[2]
+        self.E, self.N, self.K = get_scheme(call.w13.scheme).logical_shape(*call.w13.data.shape)
+        self.I = get_scheme(call.w2.scheme).logical_shape(*call.w2.data.shape)[2]
         a = call.activation
         self.activation = activated(a.name, a.alpha, a.beta, a.limit)
         how = frozen(call.w13.scheme)

@@ -70,9 +70,9 @@ def _activated(call: ExpertsCall, inputs: _ActivationInput) -> Tensor:
 
 
 def kept_dtype(call: ExpertsCall) -> torch.dtype:
-    """Of h: that of hidden_states, but fp32 where the scheme quantizes activations."""
-    plain = get_scheme(call.w13.scheme).activation is None
-    return call.hidden_states.dtype if plain else torch.float32
+    """Of h: that of hidden_states, but fp32 where a scheme quantizes activations."""
+    quantizes = any([get_scheme(w.scheme).activation is not None for w in (call.w13, call.w2)])
+    return torch.float32 if quantizes else call.hidden_states.dtype
 
 
 def _multiply(
@@ -171,8 +171,8 @@ def backward(
         assert rows is not None
         h, u = _first(call, rows, adapters, pairs)
         h, u = h.to(kept_dtype(call)), None if u is None else u.to(kept_dtype(call))
-    if call.w13.scheme:
-        h = h.to(torch.float32)  # the dtype of products with quantized weights
+    if composition.quantized(call):
+        h = h.to(torch.float32)  # the dtype of products then
     wide = _wide(h)
     weights = call.topk_weights.to(wide).flatten().index_select(0, pairs.order).unsqueeze(1)
     s = torch.ones_like(weights) if on_input else weights
@@ -226,7 +226,7 @@ def backward(
         dweights = _by_pair(ds, pairs).to(call.topk_weights.dtype)
     if needs_w2:
         assert weighed is not None
-        dw2 = products.grouped_outer(dout, weighed, pairs.offsets)
+        dw2 = products.grouped_outer(dout, weighed, pairs.offsets).to(call.w2.data.dtype)
     if needs_adapters[1]:
         assert adapters.w2 is not None and weighed is not None
         v = composition.narrowed(_multiply, weighed, adapters.w2, pairs)
@@ -237,7 +237,7 @@ def backward(
     if dh is not None:
         if needs_w13:
             assert rows is not None
-            dw13 = products.grouped_outer(dh, rows, pairs.offsets)
+            dw13 = products.grouped_outer(dh, rows, pairs.offsets).to(call.w13.data.dtype)
         if needs_b13:
             assert call.w13_bias is not None
             db13 = _sum_of_rows(dh, torch.ones_like(s), pairs).to(call.w13_bias.dtype)

@@ -96,7 +96,7 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple:
         dx = grouped_mm(grad, weight, offsets, *scales, None, ctx.scheme, not ctx.transpose)
     if ctx.needs_input_grad[1]:
         a, b = (x, grad) if ctx.transpose else (grad, x)
-        dweight = grouped_outer(a, b, offsets)
+        dweight = grouped_outer(a, b, offsets).to(weight.dtype)
     if ctx.needs_input_grad[7]:
         # a product with ones sums each expert's rows in a fixed order; index_add would not
         ones = grad.new_ones(grad.shape[0], 8)

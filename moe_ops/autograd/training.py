@@ -32,7 +32,7 @@ from moe_ops.meta import flops
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.library import TORCH_DEVICES, options_of, register_function, text_of
 from moe_ops.ops.memory import addressable
-from moe_ops.schemes import get_scheme
+from moe_ops.schemes import get_scheme, layer_scheme, schemes_of_layer
 
 _INPUTS = (
     "Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
@@ -50,7 +50,7 @@ _NO_SCALES = (None, None)
 class Options(NamedTuple):
     """What the operators' `options` say."""
 
-    scheme: str
+    scheme: str  # `schemes.layer_scheme` of w13 and w2
     activation: str
     alpha: float
     beta: float
@@ -81,8 +81,9 @@ def _inputs(values: tuple) -> Inputs:
     o = options_of(text, Options)
     slots = len(scales) // 2
     none = [None] * (5 - slots)
-    first = Weight._make((w13, *scales[:slots], *none, o.scheme, ""))
-    second = Weight._make((w2, *scales[slots:], *none, o.scheme, ""))
+    of_w13, of_w2 = schemes_of_layer(o.scheme)
+    first = Weight._make((w13, *scales[:slots], *none, of_w13, ""))
+    second = Weight._make((w2, *scales[slots:], *none, of_w2, ""))
     activation = activations.from_op(o.activation, o.alpha, o.beta, o.limit)
     call = ExpertsCall(
         *(x, first, second, topk_weights, topk_ids, b13, b2, expert_map, activation),
@@ -110,13 +111,17 @@ def why_not_fused(call: ExpertsCall) -> str | None:
     x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
     if call.batch_invariant and x.device.type == "cpu":
         return "batch_invariant asks for the products that inference takes"
-    unfrozen = frozen.why_not(call.w13, call.w2) if call.w13.scheme else None
+    weights = call.w13, call.w2
+    schemes = [get_scheme(weight.scheme) for weight in weights]
+    if schemes[0] != schemes[1] and any([scheme.activation for scheme in schemes]):
+        return "its weights have two schemes, of which one quantizes activations"
+    unfrozen = frozen.why_not(*[weight for weight in weights if weight.scheme])
     if unfrozen:
         return unfrozen
     if not call.topk_ids.numel():
         return "it has no tokens"
-    logical = get_scheme(call.w13.scheme).logical_shape
-    if any([size % _MULTIPLE for t in (w13, w2) for size in logical(*t.shape)[1:]]):
+    shapes = [scheme.logical_shape(*t.shape) for scheme, t in zip(schemes, (w13, w2), strict=True)]
+    if any([size % _MULTIPLE for shape in shapes for size in shape[1:]]):
         return f"its sizes are no multiples of {_MULTIPLE}"
     if x.device.type != "cuda":
         return None if INTERPRETED and x.dtype == torch.float32 else "it is not on a CUDA device"
@@ -129,7 +134,7 @@ def why_not_fused(call: ExpertsCall) -> str | None:
         return "torch's grouped product is built for compute capability 9 and 10"
     if w13.shape[0] > _MOST_EXPERTS:
         return f"torch's grouped product takes at most {_MOST_EXPERTS} experts"
-    for t in () if call.w13.scheme else (w13, w2):
+    for t in [weight.data for weight in weights if not weight.scheme]:
         if not (t.is_contiguous() or t.mT.is_contiguous()) or t.data_ptr() % 16:
             return "its weights are not contiguous, or begin askew"
     return None
@@ -140,16 +145,19 @@ def explanation(call: ExpertsCall) -> str:
     reason = why_not_fused(call)
     if reason:
         return f"plain torch, because {reason}"
-    products = "torch's grouped products"
-    if call.w13.scheme:
-        products = "products that decode weights"
+    schemes, products = (call.w13.scheme, call.w2.scheme), []
+    if not all(schemes):
+        there = native.kernels(call.hidden_states.get_device()) is not None
+        products.append(
+            "grouped products of csrc/cutlass" if there else "torch's grouped products"
+        )
+    if any(schemes):
+        products.append("products that decode weights")
         how = frozen.frozen(call.w13.scheme)
         if how is not None and how.elements is not None:
-            products += f", of activations rounded to {how.elements.DTYPE}"
-    elif native.kernels(call.hidden_states.get_device()) is not None:
-        products = "grouped products of csrc/cutlass"
+            products.append(f"of activations rounded to {how.elements.DTYPE}")
     output = ", the output by inference's kernels" if call.batch_invariant else ""
-    return f"fused kernels, {products}{output}"
+    return f"fused kernels, {', '.join(products)}{output}"
 
 
 _warned = False
@@ -303,7 +311,8 @@ def op_values(call: ExpertsCall, recompute: bool) -> tuple:
     a = call.activation
     # constants, also where dynamic=True makes symbols of them
     numbers = [float(guard_scalar(x)) for x in (a.alpha, a.beta, a.limit)]
-    values = (call.w13.scheme, a.name, *numbers, call.router_weight_on_input, recompute)
+    scheme = layer_scheme(call.w13.scheme, call.w2.scheme)
+    values = (scheme, a.name, *numbers, call.router_weight_on_input, recompute)
     fp32_out = call.output()[1] != call.hidden_states.dtype
     values += (True, fp32_out) if call.batch_invariant else ()  # the last ones may be left out
     inputs = [*call.op_values(text_of(Options._fields[: len(values)], values))]

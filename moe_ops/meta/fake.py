@@ -2,13 +2,12 @@
 repeat.
 
 Comparisons are between single dimensions, so that dynamic and unbacked row counts can be traced.
-`bits` are those of a weight's stored element, `x_bits` those of an input's that arrives quantized;
-data have fewer columns if elements share bytes.
+`bits` are those of stored elements: data have fewer columns if elements share bytes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -16,6 +15,14 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from moe_ops.meta.scales import sizes_of_layout, unpacked_size
 
 _IDS = (torch.int32, torch.int64)
+
+
+class Bits(NamedTuple):
+    """Of a stored element of each operand; 8 of those that are not quantized."""
+
+    w13: int  # or of the single weight of grouped_linear
+    w2: int
+    x: int  # of an input that arrives quantized
 
 
 def _check(condition: bool, message: str) -> None:
@@ -32,16 +39,16 @@ def _check_workspaces(a: Any) -> None:
     _check(a.index_workspace.dtype == torch.int32, "index_workspace must be int32")
 
 
-def _check_weights(a: Any, width: int, bits: int) -> None:
+def _check_weights(a: Any, width: int, bits: Bits) -> None:
     _check(a.w13.ndim == 3 and a.w2.ndim == 3, "w13 and w2 must be 3-D")
     _check(a.w13.shape[0] == a.w2.shape[0], "w13 and w2 must hold the same experts")
-    columns = unpacked_size(a.w13.shape[2], bits)
+    columns = unpacked_size(a.w13.shape[2], bits.w13)
     if sizes_of_layout(a.layout):  # padded data
         _check(columns >= width, "w13 must have at least as many columns as hidden_states")
         width = columns
     _check(columns == width, "w13 must have as many columns as hidden_states")
     _check(a.w2.shape[1] == width, "w2 must have as many rows as hidden_states has columns")
-    N, I = a.w13.shape[1], unpacked_size(a.w2.shape[2], bits)
+    N, I = a.w13.shape[1], unpacked_size(a.w2.shape[2], bits.w2)
     _check(N == I or N == 2 * I, "w13 must have as many rows as w2 has columns, or twice that")
 
 
@@ -49,10 +56,10 @@ def _rows(name: str, rows: int, of: str, expected: int) -> None:
     raise ValueError(f"{name} must have one row per row of {of}, {expected}, got {rows}")
 
 
-def _widths(x: str, K: int, w13: Any, w2: Any, bits: int, layout: str) -> None:
+def _widths(x: str, K: int, w13: Any, w2: Any, bits: Bits, layout: str) -> None:
     (E, N, width), (experts, rows, I) = w13.shape, w2.shape
-    if bits != 8:
-        width, I = unpacked_size(width, bits), unpacked_size(I, bits)
+    if bits.w13 != 8 or bits.w2 != 8:
+        width, I = unpacked_size(width, bits.w13), unpacked_size(I, bits.w2)
         if width > K and sizes_of_layout(layout):  # padded data
             K = width
     if width != K or rows != K or experts != E or (I != N and 2 * I != N):
@@ -91,7 +98,7 @@ def rows_experts(a: Any) -> None:
         _rows("topk_weights", weights, "hidden_states", rows)
 
 
-def sizes_experts(a: Any, bits: int, x_bits: int) -> None:
+def sizes_experts(a: Any, bits: Bits) -> None:
     """Check the real sizes of `<backend>_experts` but for rows of inputs: those that a plan has
     checked, which operators in graphs are called without.
     """
@@ -100,7 +107,7 @@ def sizes_experts(a: Any, bits: int, x_bits: int) -> None:
         _rows("out", out, "hidden_states", rows)
     if a.topk_weights.shape[1] != a.topk_ids.shape[1]:
         raise ValueError("topk_ids and topk_weights must have equal top_k")
-    K = _width(a.hidden_states, a.hidden_states_scale, x_bits)
+    K = _width(a.hidden_states, a.hidden_states_scale, bits.x)
     _widths("hidden_states", K, a.w13, a.w2, bits, a.layout)
 
 
@@ -113,9 +120,9 @@ def rows_batched_experts(a: Any) -> None:
         _rows("out", a.out.shape[1], "hidden_states", x.shape[1])
 
 
-def sizes_batched_experts(a: Any, bits: int, x_bits: int) -> None:
+def sizes_batched_experts(a: Any, bits: Bits) -> None:
     """Check the other real sizes of `<backend>_batched_experts`."""
-    K = _width(a.hidden_states, a.hidden_states_scale, x_bits)
+    K = _width(a.hidden_states, a.hidden_states_scale, bits.x)
     if a.out.shape[2] != K:
         raise ValueError(f"out must have the width of hidden_states, {K}, got {a.out.shape[2]}")
     _widths("hidden_states", K, a.w13, a.w2, bits, a.layout)
@@ -129,10 +136,10 @@ def rows_grouped_linear(a: Any) -> None:
         _rows("out", a.out.shape[0], "x", a.x.shape[0])
 
 
-def sizes_grouped_linear(a: Any, bits: int, x_bits: int) -> None:
+def sizes_grouped_linear(a: Any, bits: Bits) -> None:
     """Check the other real sizes of `<backend>_grouped_linear`."""
-    K = _width(a.x, a.x_scale, x_bits)
-    columns = unpacked_size(a.weight.shape[2], bits)
+    K = _width(a.x, a.x_scale, bits.x)
+    columns = unpacked_size(a.weight.shape[2], bits.w13)
     if columns != K or a.out.shape[1] != a.weight.shape[1]:
         raise ValueError(
             f"weight must have shape (E, N, K) for x of width {K} and out of width "
@@ -157,7 +164,7 @@ def _check_input(
     return unpacked_size(x.shape[-1], x_bits)
 
 
-def check_experts(a: Any, bits: int, x_bits: int) -> None:
+def check_experts(a: Any, bits: Bits) -> None:
     """Checks of `<backend>_experts`; `a` holds the op's arguments by name."""
     _check_workspaces(a)
     x, ids, weights = a.hidden_states, a.topk_ids, a.topk_weights
@@ -169,21 +176,21 @@ def check_experts(a: Any, bits: int, x_bits: int) -> None:
     _check_rows(a.out.shape[0], rows, "out must have one row per row of hidden_states")
     _check(ids.shape[1] == weights.shape[1], "topk_ids and topk_weights must have equal top_k")
     scale = a.hidden_states_scale
-    K = _check_input("hidden_states", x, scale, a.out, x_bits, a.batch_invariant)
+    K = _check_input("hidden_states", x, scale, a.out, bits.x, a.batch_invariant)
     _check(a.out.shape[1] == K, "out must have hidden_states' width")
     _check(ids.dtype in _IDS, "topk_ids must be int32 or int64")
     _check(weights.dtype.is_floating_point, "topk_weights must be floating point")
     _check_weights(a, K, bits)
 
 
-def check_batched_experts(a: Any, bits: int, x_bits: int) -> None:
+def check_batched_experts(a: Any, bits: Bits) -> None:
     """Checks of `<backend>_batched_experts`."""
     _check_workspaces(a)
     x = a.hidden_states
     _check(x.ndim == 3 and a.out.ndim == 3, "hidden_states and out must be 3-D")
     _check(x.shape[0] == a.w13.shape[0], "hidden_states must have one block per expert")
     _check_rows(a.out.shape[1], x.shape[1], "out must have hidden_states' rows")
-    K = _check_input("hidden_states", x, a.hidden_states_scale, a.out, x_bits)
+    K = _check_input("hidden_states", x, a.hidden_states_scale, a.out, bits.x)
     _check(a.out.shape[2] == K, "out must have hidden_states' width")
     _check(a.expert_num_tokens.ndim == 1, "expert_num_tokens must be 1-D")
     _check(a.expert_num_tokens.shape[0] == x.shape[0], "expert_num_tokens must have E entries")
@@ -191,13 +198,13 @@ def check_batched_experts(a: Any, bits: int, x_bits: int) -> None:
     _check_weights(a, K, bits)
 
 
-def check_grouped_linear(a: Any, bits: int, x_bits: int) -> None:
+def check_grouped_linear(a: Any, bits: Bits) -> None:
     """Checks of `<backend>_grouped_linear`."""
     _check_workspaces(a)
     _check(a.x.ndim == 2 and a.out.ndim == 2, "x and out must be 2-D")
     _check_rows(a.out.shape[0], a.x.shape[0], "out must have one row per row of x")
-    K = _check_input("x", a.x, a.x_scale, a.out, x_bits)
-    columns = unpacked_size(a.weight.shape[2], bits)
+    K = _check_input("x", a.x, a.x_scale, a.out, bits.x)
+    columns = unpacked_size(a.weight.shape[2], bits.w13)
     _check(columns == K, "weight must have as many columns as x")
     _check(a.out.shape[1] == a.weight.shape[1], "out must have as many columns as weight has rows")
     _check(a.offsets.ndim == 1, "offsets must be 1-D")

@@ -3,31 +3,32 @@ multiplication of a matrix product, and none for the rest.
 
 Which experts run is known on the device alone, so a formula counts every (token, expert) pair and
 every row of a padded block, also those that contribute nothing. Arguments hold shapes where ops
-have tensors; `bits` are those of a weight's stored element.
+have tensors; `bits` are those of stored elements.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from moe_ops.meta.fake import Bits
 from moe_ops.meta.scales import unpacked_size
 
 
-def experts(a: Any, bits: int) -> int:
+def experts(a: Any, bits: Bits) -> int:
     """Of `<backend>_experts`: M * top_k pairs through both products."""
     M, K = a.out  # hidden_states that arrive packed have fewer columns
-    return 2 * M * a.topk_ids[1] * K * (a.w13[1] + unpacked_size(a.w2[2], bits))
+    return 2 * M * a.topk_ids[1] * K * (a.w13[1] + unpacked_size(a.w2[2], bits.w2))
 
 
-def batched_experts(a: Any, bits: int) -> int:
+def batched_experts(a: Any, bits: Bits) -> int:
     """Of `<backend>_batched_experts`: E * T rows through both products."""
     E, T, K = a.out
-    return 2 * E * T * K * (a.w13[1] + unpacked_size(a.w2[2], bits))
+    return 2 * E * T * K * (a.w13[1] + unpacked_size(a.w2[2], bits.w2))
 
 
-def grouped_linear(a: Any, bits: int) -> int:
+def grouped_linear(a: Any, bits: Bits) -> int:
     """Of `<backend>_grouped_linear`."""
-    K = unpacked_size(a.weight[2], bits)
+    K = unpacked_size(a.weight[2], bits.w13)
     return 2 * a.x[0] * K * a.weight[1]
 
 

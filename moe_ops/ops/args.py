@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.meta.blocks import num_blocks
+from moe_ops.schemes import schemes_of_layer
 
 Scale = Annotated[Tensor | None, "scale"]
 
@@ -39,7 +40,7 @@ class ExpertsArgs(NamedTuple):
     w13_bias: Tensor | None  # (E, N)
     w2_bias: Tensor | None  # (E, K)
     expert_map: Tensor | None  # (global E,) integer: global id -> local id or -1
-    scheme: str
+    scheme: str  # `schemes.layer_scheme` of w13 and w2
     layout: str
     activation: str
     alpha: float
@@ -51,6 +52,15 @@ class ExpertsArgs(NamedTuple):
     chunk_rows: int = 0  # tokens that the workspaces have room for (ops/chunks.py); 0: for all
     batch_invariant: bool = False  # a token's row has the same bits in every batch
     exchange: str = ""  # adds up the outputs of all ranks (ops/exchange.py)
+
+    @property
+    def w13_scheme(self) -> str:
+        """Of w13, and of the input that arrives quantized."""
+        return schemes_of_layer(self.scheme)[0]
+
+    @property
+    def w2_scheme(self) -> str:
+        return schemes_of_layer(self.scheme)[1]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,6 +113,15 @@ class BatchedExpertsArgs(NamedTuple):
     tiers: str = ""
     chunk_rows: int = 0  # rows E * T that the workspaces have room for; 0: for all
     batch_invariant: bool = False
+
+    @property
+    def w13_scheme(self) -> str:
+        """As of ExpertsArgs."""
+        return schemes_of_layer(self.scheme)[0]
+
+    @property
+    def w2_scheme(self) -> str:
+        return schemes_of_layer(self.scheme)[1]
 
 
 class GroupedLinearArgs(NamedTuple):

@@ -107,11 +107,11 @@ def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> We
 def _scales_value(
     weights: Sequence[Weight], scale: Tensor | None, global_scale: Tensor | None
 ) -> list[Tensor | None]:
-    """The op argument `scales`: empty for plain weights. Those of an input that arrives quantized
-    follow those of the weights.
+    """The op argument `scales`: empty where all weights are plain. Those of an input that arrives
+    quantized follow those of the weights.
     """
     found: list[Tensor | None] = []
-    if weights[0].scheme:
+    if weights[0].scheme or weights[-1].scheme:
         for weight in weights:
             found += weight[1:6]  # scale to activation_scale
         if scale is not None:

@@ -90,7 +90,7 @@ def gathered(args: ExpertsArgs) -> ExpertsArgs:
             f"{x.shape[0]} rows: send them by the dispatcher's dispatch_quantized"
         )
     if sends_quantized(args.exchange):
-        x, scale = exchange.gather_quantized(x, args.scheme)
+        x, scale = exchange.gather_quantized(x, args.w13_scheme)
         return args._replace(hidden_states=x, hidden_states_scale=scale)
     return args._replace(hidden_states=exchange.gather(x))
 

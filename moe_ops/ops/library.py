@@ -31,7 +31,7 @@ from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs,
 from moe_ops.ops.exchange import over_ranks
 from moe_ops.ops.problem import Machine, Problem, Workspaces
 from moe_ops.ops.relayout import RELAYOUTS, Relayout
-from moe_ops.schemes import get_scheme
+from moe_ops.schemes import get_scheme, schemes_of_layer
 
 LIB = torch.library.Library("moe_ops", "DEF")
 # dispatch keys of the devices for which plain torch is there: those of the backend `torch` and of
@@ -141,17 +141,13 @@ KINDS = {
 }
 
 
-class _Bits(dict[str, tuple[int, int]]):
-    """Scheme -> bits of a stored element of weights, and of activations that arrive quantized: how
-    many columns the data stand for.
-    """
+class _Bits(dict[str, fake.Bits]):
+    """Scheme of a layer -> bits of stored elements: how many columns the data stand for."""
 
-    def __missing__(self, scheme: str) -> tuple[int, int]:
-        found = get_scheme(scheme)
-        weight, activation = [
-            8 if desc is None else desc.format.bits for desc in (found.weight, found.activation)
-        ]
-        self[scheme] = weight, activation
+    def __missing__(self, scheme: str) -> fake.Bits:
+        w13, w2 = map(get_scheme, schemes_of_layer(scheme))
+        descs = (w13.weight, w2.weight, w13.activation)
+        self[scheme] = fake.Bits(*[8 if desc is None else desc.format.bits for desc in descs])
         return self[scheme]
 
 
@@ -275,6 +271,9 @@ class Backend:
     # workspaces, if there is one: tensors of the same types, sizes but M, and strides (of those
     # with M, of columns of stride 1)
     shortcut: Callable[[Any], Shortcut | None] | None = None
+    # whether `supports` is asked about layers whose w13 and w2 have different schemes; else they
+    # are refused
+    two_schemes: bool = False
 
     @property
     def untested_version(self) -> str | None:
@@ -284,7 +283,12 @@ class Backend:
         return environment.newer_than_tested(self.distribution, self.newest_tested)
 
     def native(self, scheme: str, machine: Machine) -> bool:
-        """Whether products on `machine` are those of the scheme's own formats, not emulated."""
+        """Whether products on `machine` are those of the scheme's own formats, not emulated; of a
+        layer's two schemes, of both.
+        """
+        return all([self._native(one, machine) for one in schemes_of_layer(scheme)])
+
+    def _native(self, scheme: str, machine: Machine) -> bool:
         if not scheme:
             return True
         if scheme not in self.native_schemes:
@@ -328,6 +332,7 @@ def register(
     batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown,
     decodes: Callable[[Problem, Machine], bool] | None = None,
     shortcut: Callable[[Any], Shortcut | None] | None = None,
+    two_schemes: bool = False,
 ) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
 
@@ -340,7 +345,7 @@ def register(
         newest_tested, chunked, library_bytes, quantized_input, adds_ranks, sends_rows, unbuilt:
             see `Backend`.
         batch_invariant: see `Backend`; without it, calls that ask for it are refused.
-        decodes, shortcut: see `Backend`.
+        decodes, shortcut, two_schemes: see `Backend`.
 
     Raises:
         ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
@@ -390,6 +395,7 @@ def register(
         batch_invariant,
         decodes,
         shortcut,
+        two_schemes,
     )
     if name != "auto":
         _registered.append(backend)
@@ -448,7 +454,7 @@ def _entry(launch: Callable, kind: Kind, device: str, planned: bool) -> Callable
         args = unpack(values)
         check_rows(args)
         if not planned:
-            check_sizes(args, *_BITS[args.scheme])
+            check_sizes(args, _BITS[args.scheme])
         launch(args)
 
     def run_on_device(*values: Any) -> None:
@@ -571,7 +577,7 @@ def dispatcher_is_idle() -> bool:
 def _fake(kind: Kind) -> Callable:
     def fake_kernel(*values: Any) -> None:
         args = kind.unpack(values)
-        kind.check(args, *_BITS[args.scheme])
+        kind.check(args, _BITS[args.scheme])
 
     return fake_kernel
 
@@ -579,7 +585,7 @@ def _fake(kind: Kind) -> Callable:
 def _flops(kind: Kind) -> Callable:
     def formula(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
         args = kind.unpack(shapes)
-        return kind.flops(args, _BITS[args.scheme][0])
+        return kind.flops(args, _BITS[args.scheme])
 
     return formula
 

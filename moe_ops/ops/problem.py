@@ -15,6 +15,7 @@ import torch
 
 from moe_ops.activations import Activation
 from moe_ops.environment import TRITON
+from moe_ops.schemes import schemes_of_layer
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Problem:
     num_rows: int  # N: rows of w13 (or of the single weight of grouped_linear)
     top_k: int  # 0 where there is no routing (batched_experts, grouped_linear)
     dtype: torch.dtype  # of the output, and of hidden_states unless they arrive quantized
-    scheme: str = ""  # quantization scheme of the weights, "" for plain ones
+    # quantization scheme of the weights, "" for plain ones; `schemes.layer_scheme` of w13 and w2
+    scheme: str = ""
     layout: str = ""  # prepared layout of the weights, "" for the natural one
     activation: Activation | None = None  # None for grouped_linear
     has_bias: bool = False
@@ -43,6 +45,11 @@ class Problem:
     quantized_input: bool = False
     batch_invariant: bool = False  # a token's row has the same bits in every batch
     exchange: str = ""  # which adds up the outputs of all ranks (ops/exchange.py)
+
+    @property
+    def schemes(self) -> tuple[str, str]:
+        """The schemes of w13 (or of the single weight of grouped_linear) and of w2."""
+        return schemes_of_layer(self.scheme)
 
     @property
     def routed_experts(self) -> int:

@@ -84,7 +84,8 @@ def variants(problem: Problem, backend: str) -> Iterator[Problem]:
     scheme.
     """
     yield problem
-    for relayout in RELAYOUTS.get(backend, ()):
+    w13, w2 = problem.schemes
+    for relayout in RELAYOUTS.get(backend, ()) if w13 == w2 else ():
         if relayout.takes(get_scheme(problem.scheme)):
             yield replace(problem, layout=relayout.layout)
 

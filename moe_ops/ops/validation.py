@@ -28,7 +28,7 @@ from moe_ops.meta.scales import (
 from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, Weight
 from moe_ops.ops.exchange import sends_quantized
 from moe_ops.ops.problem import Problem
-from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.schemes import QuantScheme, get_scheme, layer_scheme
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
@@ -55,12 +55,12 @@ def _refuse_shared_scales(call: Call) -> None:
         weights, arrived = (call.weight,), call.x_scale is not None
     else:
         weights, arrived = (call.w13, call.w2), call.hidden_states_scale is not None
-    desc = get_scheme(weights[0].scheme).activation
-    if desc is None or not (desc.group.is_tensor or desc.global_scale):
-        return
-    dynamic = [weight.activation_scale is None for weight in weights]
-    dynamic[0] = dynamic[0] and not arrived
-    if any(dynamic):
+    for i, weight in enumerate(weights):
+        desc = get_scheme(weight.scheme).activation
+        if desc is None or not (desc.group.is_tensor or desc.global_scale):
+            continue
+        if weight.activation_scale is not None or (arrived and i == 0):
+            continue
         remedy = (
             "give its weights an activation_scale, which moe_ops.quantize takes"
             if desc.global_scale
@@ -68,7 +68,7 @@ def _refuse_shared_scales(call: Call) -> None:
             "or with a scale of each token, such as 'fp8_channel' or 'int8_w8a8'"
         )
         raise ValueError(
-            f"batch_invariant must be False for scheme {weights[0].scheme!r}, got True: its "
+            f"batch_invariant must be False for scheme {weight.scheme!r}, got True: its "
             "activations share one scale, which follows from all tokens of the batch; "
             f"{remedy}"
         )
@@ -108,13 +108,14 @@ def _experts_problem(call: ExpertsCall) -> Problem:
             f"exchange must be left out of calls {which}, got {call.exchange!r}; add outputs up "
             "by the dispatcher's combine or combine_by_tree"
         )
-    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation)  # noqa: E741
+    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation, dtype)  # noqa: E741
     quantizes = sends_quantized(call.exchange)
-    fits = call.w13.scheme == "fp8_block" and K % 128 == 0 and not call.router_weight_on_input
+    scheme = layer_scheme(call.w13.scheme, call.w2.scheme)
+    fits = scheme == "fp8_block" and K % 128 == 0 and not call.router_weight_on_input
     if quantizes and not fits:
         raise ValueError(
             "exchange must leave tokens as they are, as the dispatcher's `exchange` does, with "
-            f"scheme {call.w13.scheme!r}, K={K} and router_weight_on_input="
+            f"scheme {scheme!r}, K={K} and router_weight_on_input="
             f"{call.router_weight_on_input}: those that travel quantized are for fp8_block, K a "
             "multiple of 128 and router weights on the output"
         )
@@ -156,7 +157,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         num_rows=N,
         top_k=top_k,
         dtype=dtype,
-        scheme=call.w13.scheme,
+        scheme=scheme,
         layout=call.w13.layout,
         activation=call.activation,
         has_bias=call.w13_bias is not None or call.w2_bias is not None,
@@ -180,7 +181,7 @@ def _batched_problem(call: BatchedCall) -> Problem:
         *("hidden_states", x, call.hidden_states_scale, call.hidden_states_global_scale),
         *(call.out_dtype, call.w13.scheme, call.needs_grad),
     )
-    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation)  # noqa: E741
+    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation, dtype)  # noqa: E741
     blocks = static_size(x.shape[0])
     if blocks != E:
         raise ValueError(
@@ -206,7 +207,7 @@ def _batched_problem(call: BatchedCall) -> Problem:
         num_rows=N,
         top_k=0,
         dtype=dtype,
-        scheme=call.w13.scheme,
+        scheme=layer_scheme(call.w13.scheme, call.w2.scheme),
         layout=call.w13.layout,
         activation=call.activation,
         has_bias=call.w13_bias is not None or call.w2_bias is not None,
@@ -231,7 +232,7 @@ def _linear_problem(call: LinearCall) -> Problem:
         *("x", x, call.x_scale, call.x_global_scale, call.out_dtype, call.weight.scheme),
         call.needs_grad,
     )
-    E, N, K = _check_weight("weight", call.weight, x, "x")
+    E, N, K = _check_weight("weight", call.weight, x, "x", dtype)
     if width != K:
         raise ValueError(
             f"weight must have shape (E, N, {width}) for x, got {(E, N, K)}"
@@ -358,11 +359,11 @@ def _scheme(name: str) -> str:
 
 
 def _check_weights(
-    w13: Weight, w2: Weight, x: Tensor, width: int, activation: Activation
+    w13: Weight, w2: Weight, x: Tensor, width: int, activation: Activation, dtype: torch.dtype
 ) -> tuple[int, int, int, int]:
     """(E, N, K, I) of a pair of expert weights that fit together, the input and the activation."""
-    E, N, K = _check_weight("w13", w13, x, "hidden_states")
-    shape = _check_weight("w2", w2, x, "hidden_states")
+    E, N, K = _check_weight("w13", w13, x, "hidden_states", dtype)
+    shape = _check_weight("w2", w2, x, "hidden_states", dtype)
     if width != K:
         swapped = (N, shape[2]) == (width, width) and shape[1] == (1 + activation.gated) * K
         remedy = "; w13 and w2 are swapped" if swapped else _transposed("w13", w13, width == N)
@@ -383,13 +384,19 @@ def _check_weights(
             f"{'gated' if activation.gated else 'not gated'} activation {activation.name}, got "
             f"{shape}{remedy}"
         )
-    for what, one, other, remedy in (
-        ("scheme", w13.scheme, w2.scheme, "quantize both with one scheme, or neither"),
-        ("layout", *_layouts(w13, w2), "prepare both for one backend, or neither"),
-    ):
-        if one != other:
-            one, other = one or "none", other or "none"
-            raise ValueError(f"w2 must have the {what} of w13, {one}, got {other}; {remedy}")
+    one, other = _layouts(w13, w2)
+    if one != other:
+        one, other = one or "none", other or "none"
+        raise ValueError(
+            f"w2 must have the layout of w13, {one}, got {other}; prepare both for one backend, "
+            "or neither"
+        )
+    if one and w13.scheme != w2.scheme:
+        raise ValueError(
+            "w13 and w2 must have their natural layout where their schemes differ, got "
+            f"{_scheme(w13.scheme)} and {_scheme(w2.scheme)} in layout {one}; "
+            "moe_ops.prepare(weight, 'torch') brings each back"
+        )
     return E, N, K, I
 
 
@@ -422,25 +429,28 @@ def _layouts(w13: Weight, w2: Weight) -> tuple[str, str]:
     return base_layout(w13.layout).partition(":")[0], base_layout(w2.layout)
 
 
-def _check_weight(name: str, weight: Weight, x: Tensor, x_name: str) -> tuple[int, int, int]:
-    """The logical (E, N, K) of a weight."""
+def _check_weight(
+    name: str, weight: Weight, x: Tensor, x_name: str, dtype: torch.dtype
+) -> tuple[int, int, int]:
+    """The logical (E, N, K) of a weight. Plain ones have the dtype of x's values, or if x arrives
+    quantized of the output.
+    """
     data, stored = weight.data, _shape(weight.data)
     check_rank(name, data, "(E, N, K)")
     _check_device(name, data.device, x.device)
     if stored[0] == 0:
         raise ValueError(f"{name} must hold at least one expert, got shape {stored}")
     if not weight.scheme:
+        like = f"{dtype} like {x_name if x.dtype == dtype else 'the output'}"
         if data.dtype.itemsize == 1:
             raise ValueError(
-                f"{name} must have dtype {x.dtype} like {x_name}, got {data.dtype}; wrap it with "
+                f"{name} must have dtype {like}, got {data.dtype}; wrap it with "
                 f"its scales: moe_ops.from_quantized(scheme, {name}, scale)"
             )
-        if data.dtype != x.dtype:
+        if data.dtype != dtype:
             raise ValueError(
-                f"{name} must have dtype {x.dtype} like {x_name}, got {data.dtype}; convert one "
-                f"of "
-                "them, run under torch.autocast, or wrap quantized data with "
-                "moe_ops.from_quantized"
+                f"{name} must have dtype {like}, got {data.dtype}; convert one of them, run under "
+                "torch.autocast, or wrap quantized data with moe_ops.from_quantized"
             )
         E, N, K = stored
         return E, N, K

@@ -22,7 +22,7 @@ from moe_ops.ops.exchange import sends_quantized
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.ops.relayout import variants
 from moe_ops.planning.auto import AUTO
-from moe_ops.schemes import get_scheme
+from moe_ops.schemes import get_scheme, layer_scheme
 from moe_ops.tables import lookup
 
 # what the tests ran on; what there is for other devices was compiled or traced, not run
@@ -154,7 +154,7 @@ class Plan:
         where = m.gpu_name or m.device_type
         lines = [
             f"{p.kind}: E={p.num_experts} top_k={p.top_k} K={p.hidden_size} "
-            f"I={p.intermediate_size} {p.scheme or 'plain'} {_name(p.dtype)} on {where}"
+            f"I={p.intermediate_size} {_schemes_text(p)} {_name(p.dtype)} on {where}"
         ]
         if p.quantized_input:
             arrives = "the input arrives quantized: no pass quantizes it"
@@ -366,7 +366,8 @@ def _table_key(problem: Problem, machine: Machine) -> tuple:
     """What measured tables are looked up by."""
     p = problem
     sizes = (p.routed_experts, p.hidden_size, p.intermediate_size, p.top_k)
-    return (machine.gpu_name, *sizes, get_scheme(p.scheme).measured_as, _name(p.dtype))
+    w13, w2 = [get_scheme(name).measured_as for name in p.schemes]
+    return (machine.gpu_name, *sizes, layer_scheme(w13, w2), _name(p.dtype))
 
 
 def why_not(
@@ -404,10 +405,13 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
 
 def _refusals(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
     """Why a backend does not run a problem, were it available."""
+    w13, w2 = problem.schemes
+    if w13 != w2 and not backend.two_schemes:
+        return [f"runs w13 and w2 of one scheme, got {_schemes_text(problem)}"]
     reasons = [*backend.supports(problem, machine)]  # theirs may be a list that they keep
-    if problem.quantized_input and problem.scheme not in backend.quantized_input:
+    if problem.quantized_input and w13 not in backend.quantized_input:
         reasons.append(
-            f"takes no input that arrives quantized for scheme {problem.scheme!r}: pass it "
+            f"takes no input that arrives quantized for scheme {w13!r}: pass it "
             "unquantized, and of a dispatcher's exchanges `exchange`"
         )
     if problem.needs_grad and not backend.differentiable:
@@ -431,6 +435,12 @@ def not_tested_note(architecture: str) -> str | None:
         return None
     what = f"a GPU of {architecture}" if architecture[:2] in ("SM", "gf") else architecture
     return f"not run on hardware: nothing of this package was tested on {what}"
+
+
+def _schemes_text(problem: Problem) -> str:
+    """E.g. "fp8_block", or where two differ, "w13 int4_w4a16:g128, w2 plain"."""
+    w13, w2 = [name or "plain" for name in problem.schemes]
+    return w13 if w13 == w2 else f"w13 {w13}, w2 {w2}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -380,10 +380,14 @@ def test_what_is_not_fused(monkeypatch):
     )
     reasons = {
         "not on a CUDA device": plain,
-        "a scale of all activations": plain._replace(w13=Weight(w13, scheme="fp8_tensor")),
-        "activation scales of their own": plain._replace(
-            w13=Weight(w13, activation_scale=torch.ones(3), scheme="fp8_tensor_static")
+        "a scale of all activations": plain._replace(
+            w13=Weight(w13, scheme="fp8_tensor"), w2=Weight(w2, scheme="fp8_tensor")
         ),
+        "activation scales of their own": plain._replace(
+            w13=Weight(w13, activation_scale=torch.ones(3), scheme="fp8_tensor_static"),
+            w2=Weight(w2, scheme="fp8_tensor_static"),
+        ),
+        "two schemes, of which one quantizes": plain._replace(w13=Weight(w13, scheme="fp8_block")),
         "no tokens": plain._replace(topk_ids=ids[:0]),
     }
     with FakeTensorMode():  # a call on those of a GPU is traced on any machine

@@ -291,14 +291,14 @@ FUSED = {
         {"scheme": "fp8_block", "w2": with_scale(4, 1, 2)},
         "w2's scale must have shape (4, 1, 1) for scheme fp8_block, got (4, 1, 2)",
     ),
-    "two schemes": (
-        {"scheme": "fp8_channel", "w2": quantized("fp8_tensor")},
-        "w2 must have the scheme of w13, fp8_channel, got fp8_tensor; quantize both with "
-        "one scheme",
-    ),
-    "one weight quantized": (
-        {"w2": quantized("fp8_channel")},
-        "w2 must have the scheme of w13, none, got fp8_channel; quantize both with one scheme",
+    "two schemes in a layout": (
+        {
+            "scheme": "fp8_channel",
+            "w13": laid_out,
+            "w2": lambda w: laid_out(quantized("fp8_tensor")(w)),
+        },
+        "w13 and w2 must have their natural layout where their schemes differ, got scheme "
+        "fp8_channel and scheme fp8_tensor in layout other; moe_ops.prepare(weight, 'torch')",
     ),
     "two layouts": (
         {"scheme": "fp8_channel", "w2": laid_out},

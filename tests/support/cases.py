@@ -45,7 +45,12 @@ STATIC_SCALES = (0.0113, 0.0171)
 
 
 def fitting(size: int, scheme: str) -> int:
-    """The least size that is not smaller and that the scheme's groups, or bytes, divide."""
+    """The least size that is not smaller and that the scheme's groups, or bytes, divide; of two
+    schemes, both."""
+    first, second = oracle.schemes_of(scheme)
+    while first != second and size != fitting(fitting(size, first), second):
+        size = fitting(fitting(size, first), second)
+    scheme = first
     multiple = 2 if oracle.weight_format(scheme) == "int4" else 1
     if ":g" in scheme:
         multiple = int(scheme.split(":")[1][1:])
@@ -57,6 +62,9 @@ def fitting(size: int, scheme: str) -> int:
 
 
 def tolerance(dtype: torch.dtype, scheme: str = "", device: str = "cpu") -> float:
+    first, second = oracle.schemes_of(scheme)
+    if first != second:
+        return max(tolerance(dtype, one, device) for one in (first, second))
     if oracle.ACTIVATIONS[scheme] is None:
         return TOLERANCE[dtype]
     if device == "cpu":
@@ -111,7 +119,8 @@ def router_weights(M: int, top_k: int) -> Tensor:
 
 class Case:
     """One `fused_experts` call. K and I grow to what the scheme's groups divide. `args` and
-    `options` are its arguments; `nowhere` marks rows without experts.
+    `options` are its arguments; `nowhere` marks rows without experts. Schemes of w13 and w2 that
+    differ are given as "int4_w4a16:g64+plain".
 
     Expert 1 of more than two has no tokens. From M = 4 on, row 0 repeats one expert, row 1 has
     only ids that name none and holds NaN in hidden_states and topk_weights, row 2 mixes both
@@ -149,12 +158,13 @@ class Case:
 
         x = normal(M, K)
         w13, w2 = normal(E, N, K, scale=K**-0.5), normal(E, K, I, scale=I**-0.5)
-        if scheme:
-            scales = STATIC_SCALES if scheme.endswith("_static") else (None, None)
-            w13, w2 = [
-                moe_ops.quantize(w, scheme, activation_scale=scale)
-                for w, scale in zip((w13, w2), scales, strict=True)
-            ]
+        given = zip((w13, w2), oracle.schemes_of(scheme), STATIC_SCALES, strict=True)
+        w13, w2 = [
+            moe_ops.quantize(w, of, activation_scale=scale if of.endswith("_static") else None)
+            if of
+            else w
+            for w, of, scale in given
+        ]
         self.options = {"activation": activation}
         if bias:
             self.options |= {"w13_bias": normal(E, N), "w2_bias": normal(E, K)}

@@ -67,6 +67,12 @@ ACTIVATIONS: dict[str, tuple[str, str] | None] = {
 }
 
 
+def schemes_of(scheme: str) -> tuple[str, str]:
+    """Of w13 and of w2, in "int4_w4a16:g64+plain" two."""
+    names = ["" if name == "plain" else name for name in scheme.split("+")]
+    return names[0], names[-1]
+
+
 def weight_format(scheme: str) -> str:
     """The number format of a scheme's weights."""
     if scheme.startswith("mxfp6"):
@@ -294,6 +300,7 @@ def _expert_rows(
     rows = quantized_activation(rows, scheme, static_scale(w13, experts))
     gate_up = _linear(rows, weight(w13).to(weights).double(), w13_bias, experts)
     hidden = activation(gate_up, **act).to(rounded).double()
+    scheme = getattr(w2, "scheme", "")
     hidden = quantized_activation(hidden, scheme, static_scale(w2, experts))
     return _linear(hidden, weight(w2).to(weights).double(), w2_bias, experts)
 
@@ -341,7 +348,8 @@ def experts(
     rows, scale = hidden_states.double()[m], topk_weights.double()[m, j].unsqueeze(1)
     if router_weight_on_input:
         rows = rows * scale
-        if getattr(w13, "scheme", ""):  # as of quotients, last bits decide what is halfway
+        # as of quotients, last bits decide what is halfway
+        if getattr(w13, "scheme", "") or getattr(w2, "scheme", ""):
             rows = rows.float().double()
     y = _expert_rows(rows, e, w13, w2, act, w13_bias, w2_bias, rounded, weights)
     out = out.index_add(0, m, y if router_weight_on_input else y * scale)

@@ -2,7 +2,9 @@
 
 Quantized weights run with the exact meaning of their scheme: activations are really quantized,
 weights dequantized, products summed in fp32. All other backends are held to these results. Of
-activation scales that differ by expert, each pair has that of its expert.
+activation scales that differ by expert, each pair has that of its expert. Where w13 and w2 have
+different schemes, that of w13 says how x is quantized and that of w2 how h is; both products are
+in fp32, also that of plain weights.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from moe_ops import activations, numerics
 from moe_ops.backends.torch import cpu, layer
-from moe_ops.backends.torch.grouped_mm import grouped_mm, product_of_rows
+from moe_ops.backends.torch.grouped_mm import grouped_mm, product_of_rows, values
 from moe_ops.meta import workspace
 from moe_ops.numerics import permute, sums
 from moe_ops.ops import library
@@ -50,8 +52,9 @@ def _not_on_mps(problem: Problem) -> str:
     """The dtype that a problem needs and that torch does not have on Apple's GPUs."""
     if problem.dtype == torch.float64:
         return "float64"
-    scheme = get_scheme(problem.scheme)
-    descs = [desc for desc in (scheme.weight, scheme.activation) if desc is not None]
+    schemes = map(get_scheme, problem.schemes)
+    both = [desc for scheme in schemes for desc in (scheme.weight, scheme.activation)]
+    descs = [desc for desc in both if desc is not None]
     return "float8" if any([not desc.dtype.startswith("int") for desc in descs]) else ""
 
 
@@ -64,8 +67,9 @@ def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
             f"not batch invariant on {machine.device_type}: products of torch's libraries choose "
             "their kernels by the number of rows"
         ]
-    quantizes = get_scheme(problem.scheme).activation is not None
-    if problem.needs_grad and problem.kind == "grouped_linear" and quantizes:
+    if problem.needs_grad and problem.kind == "grouped_linear":
+        if get_scheme(problem.scheme).activation is None:
+            return []
         return [
             "not batch invariant where gradients pass through quantized activations of "
             "grouped_linear: wrap the call in torch.no_grad()"
@@ -101,10 +105,11 @@ def _launch_experts(a: ExpertsArgs) -> None:
         for part in parts:
             layer.run(part, form)
         return
-    if len(parts) > 1 and _has_one_scale(a.scheme):  # the scales are those of all tokens
-        if a.hidden_states_scale is None:
+    if len(parts) > 1:  # scales of all tokens
+        if a.hidden_states_scale is None and _has_one_scale(a.w13_scheme):
             amax_of_x = torch.stack([_amax_of_x(part) for part in parts]).amax()
-        amax_of_h = torch.stack([_amax_of_h(part, amax_of_x) for part in parts]).amax()
+        if _has_one_scale(a.w2_scheme):
+            amax_of_h = torch.stack([_amax_of_h(part, amax_of_x) for part in parts]).amax()
     for part in parts:
         _experts(part, amax_of_x, amax_of_h)
 
@@ -118,17 +123,18 @@ def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None)
     (M, K), S, pairs, weights = a.out.shape, a.topk_ids.numel(), _sort(a), a.topk_weights
     dtype = _compute_dtype(a.w2.dtype, a.scheme)
     hidden = _hidden(a, pairs, amax_of_x)
-    if a.scheme:
+    scheme = a.w2_scheme
+    if scheme:
         valid = pairs.experts < a.w13.shape[0]
         scale = numerics.static_scale_of_rows(a.a2_scale, pairs.experts)
-        rounded = numerics.fake_quantize_activation(hidden, a.scheme, scale, valid, amax_of_h)
+        rounded = numerics.fake_quantize_activation(hidden, scheme, scale, valid, amax_of_h)
         hidden.copy_(rounded)
     y = grouped_mm(
         hidden,
         a.w2,
         pairs.offsets,
-        scales=_scales(a, "w2"),
-        scheme=a.scheme,
+        scales=_scales(a, "w2", scheme),
+        scheme=scheme,
         bias=a.w2_bias,
         out=workspace.carve(a.workspace2, (S, K), dtype),
         batch_invariant=a.batch_invariant,
@@ -160,7 +166,7 @@ def _inputs(a: ExpertsArgs, pairs: permute.Pairs) -> Tensor:
     """
     x, arrived = a.hidden_states, _arrived(a)
     if arrived is not None:
-        x = numerics.activation_values(arrived, a.scheme)
+        x = numerics.activation_values(arrived, a.w13_scheme)
     if not a.router_weight_on_input:
         return x
     return permute.weigh_inputs(x.to(torch.float32) if a.scheme else x, a.topk_weights, pairs)
@@ -172,16 +178,16 @@ def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> T
     act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
     dtype = _compute_dtype(a.w2.dtype, a.scheme)
     tokens = torch.floor_divide(pairs.order, a.topk_ids.shape[1])
-    x = _inputs(a, pairs)
-    quantizes = a.scheme != "" and a.hidden_states_scale is None
+    x, scheme = _inputs(a, pairs), a.w13_scheme
+    quantizes = scheme != "" and a.hidden_states_scale is None
     by_pair = quantizes and a.a13_scale is not None and a.a13_scale.numel() > 1
     if quantizes and not by_pair:
         valid = pairs.valid.any(1)
-        x = numerics.fake_quantize_activation(x, a.scheme, a.a13_scale, valid, amax_of_x)
+        x = numerics.fake_quantize_activation(x, scheme, a.a13_scale, valid, amax_of_x)
     rows = workspace.carve(a.workspace13, (S, K), dtype)
     if by_pair:
         scale = numerics.static_scale_of_rows(a.a13_scale, pairs.experts)
-        rows.copy_(numerics.fake_quantize_activation(x[tokens], a.scheme, scale))
+        rows.copy_(numerics.fake_quantize_activation(x[tokens], scheme, scale))
     else:
         torch.index_select(x.to(dtype), 0, tokens, out=rows)
     x = rows
@@ -189,8 +195,8 @@ def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> T
         x,
         a.w13,
         pairs.offsets,
-        scales=_scales(a, "w13"),
-        scheme=a.scheme,
+        scales=_scales(a, "w13", scheme),
+        scheme=scheme,
         bias=a.w13_bias,
         out=workspace.carve(a.workspace2, (S, N), dtype),
         batch_invariant=a.batch_invariant,
@@ -235,14 +241,15 @@ def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
     if a.out.shape[1] == 0:
         return
     parts, amax_of_x, amax_of_h = batched_chunks(a), None, None
-    if len(parts) > 1 and _has_one_scale(a.scheme):
-        if a.hidden_states_scale is None:
+    if len(parts) > 1:
+        if a.hidden_states_scale is None and _has_one_scale(a.w13_scheme):
             largest = [numerics.largest_magnitude(p.hidden_states, _valid(p)) for p in parts]
             amax_of_x = torch.stack(largest).amax()
-        largest = [
-            numerics.largest_magnitude(_batched_hidden(p, amax_of_x), _valid(p)) for p in parts
-        ]
-        amax_of_h = torch.stack(largest).amax()
+        if _has_one_scale(a.w2_scheme):
+            largest = [
+                numerics.largest_magnitude(_batched_hidden(p, amax_of_x), _valid(p)) for p in parts
+            ]
+            amax_of_h = torch.stack(largest).amax()
     for part in parts:
         _batched_experts(part, amax_of_x, amax_of_h)
 
@@ -251,15 +258,15 @@ def _batched_experts(
     a: BatchedExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None
 ) -> None:
     """All batches, or a chunk of experts."""
-    hidden = _batched_hidden(a, amax_of_x)
-    if a.scheme:
+    hidden, scheme = _batched_hidden(a, amax_of_x), a.w2_scheme
+    if scheme:
         scale = numerics.static_scale_of_rows(a.a2_scale, _experts_of_rows(a))
         hidden.copy_(
-            numerics.fake_quantize_activation(hidden, a.scheme, scale, _valid(a), amax_of_h)
+            numerics.fake_quantize_activation(hidden, scheme, scale, _valid(a), amax_of_h)
         )
     dtype = _compute_dtype(a.out.dtype, a.scheme)
     y = workspace.carve(a.workspace13, a.out.shape, dtype)
-    _batched_mm(a, "w2", hidden, y)
+    _batched_mm(a, "w2", scheme, hidden, y)
     a.out.copy_(y)
 
 
@@ -279,14 +286,14 @@ def _batched_hidden(a: BatchedExpertsArgs, amax_of_x: Tensor | None) -> Tensor:
     """The activation's output h (E, T, I)."""
     x, (E, T), N = a.hidden_states, a.hidden_states.shape[:2], a.w13.shape[1]
     act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
-    dtype = _compute_dtype(a.out.dtype, a.scheme)
+    dtype, scheme = _compute_dtype(a.out.dtype, a.scheme), a.w13_scheme
     if (arrived := _arrived(a)) is not None:
-        x = numerics.activation_values(arrived, a.scheme)
-    elif a.scheme:
+        x = numerics.activation_values(arrived, scheme)
+    elif scheme:
         scale = numerics.static_scale_of_rows(a.a13_scale, _experts_of_rows(a))
-        x = numerics.fake_quantize_activation(x, a.scheme, scale, _valid(a), amax_of_x)
+        x = numerics.fake_quantize_activation(x, scheme, scale, _valid(a), amax_of_x)
     gate_up = workspace.carve(a.workspace13, (E, T, N), dtype)
-    _batched_mm(a, "w13", x, gate_up)
+    _batched_mm(a, "w13", scheme, x.to(dtype), gate_up)
     hidden = workspace.carve(a.workspace2, (E, T, N // 2 if act.gated else N), dtype)
     _activate(gate_up.flatten(0, 1), act, hidden.flatten(0, 1), a.batch_invariant)
     return hidden
@@ -295,20 +302,19 @@ def _batched_hidden(a: BatchedExpertsArgs, amax_of_x: Tensor | None) -> Tensor:
 def _batched_mm(
     a: BatchedExpertsArgs,
     name: str,  # of the weight (E, N, K)
+    scheme: str,
     x: Tensor,  # (E, T, K)
     out: Tensor,  # (E, T, N)
 ) -> None:
     """out[e] = x[e] @ weight[e].T + bias[e]; on a CPU only for the rows before each count."""
-    weight, bias, scales = getattr(a, name), getattr(a, f"{name}_bias"), _scales(a, name)
+    weight, bias, scales = getattr(a, name), getattr(a, f"{name}_bias"), _scales(a, name, scheme)
     num_experts, rows = x.shape[:2]
     bounds = a.expert_num_tokens.tolist() if x.device.type == "cpu" else [rows] * num_experts
     for e, count in enumerate(bounds):
         count = min(count, rows)
         if count <= 0:
             continue
-        w = weight[e]
-        if scales is not None:
-            w = numerics.dequantize_weight(w, a.scheme, *scales.of(e), dtype=x.dtype)
+        w = values(weight, e, scales, scheme, x.dtype)
         if a.batch_invariant:
             of_expert = None if bias is None else bias[e]
             product_of_rows(x[e, :count], w.t(), of_expert, out[e, :count])
@@ -329,12 +335,11 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
         inside = torch.arange(x.shape[0], device=x.device) < a.offsets[-1]
         scale = numerics.static_scale_of_sorted(a.activation_scale, a.offsets, x.shape[0])
         x = numerics.fake_quantize_activation(x, a.scheme, scale, inside)
-    scales = _scales(a, "weight")
     y = grouped_mm(
         x,
         a.weight,
         a.offsets,
-        scales=scales,
+        scales=_scales(a, "weight", a.scheme),
         scheme=a.scheme,
         bias=a.bias,
         batch_invariant=a.batch_invariant,
@@ -352,10 +357,10 @@ def _arrived(a: ExpertsArgs | BatchedExpertsArgs) -> numerics.QuantizedActivatio
 
 
 def _scales(
-    a: ExpertsArgs | BatchedExpertsArgs | GroupedLinearArgs, weight: str
+    a: ExpertsArgs | BatchedExpertsArgs | GroupedLinearArgs, weight: str, scheme: str
 ) -> numerics.Scales | None:
-    """The Scales of the weight of that name."""
-    if not a.scheme:
+    """The Scales of the weight of that name and scheme."""
+    if not scheme:
         return None
     return numerics.Scales(*[getattr(a, f"{weight}_{part}") for part in numerics.Scales._fields])
 
@@ -382,4 +387,5 @@ BACKEND = library.register(
     batch_invariant=batch_invariant,
     decodes=layer.decodes,
     shortcut=_shortcut,
+    two_schemes=True,
 )

@@ -41,7 +41,8 @@ def grouped_mm(
 ) -> Tensor:
     """x @ weight[e].T + bias[e] for the rows of each expert, or x @ weight[e] with `transpose`.
 
-    Quantized weights are dequantized to x's dtype, which must be fp32. Returns (S, N), or (S, K)
+    Weights have x's dtype, or become it a few experts at a time: quantized ones beside x in fp32,
+    and plain ones. Returns (S, N), or (S, K)
     with
     `transpose`; rows past offsets[-1] are zero. The result may be written to `out`, which is then
     returned. With `batch_invariant`, on a CPU, a row has the same bits among however many others.
@@ -59,9 +60,7 @@ def grouped_mm(
         product, start = product_of_rows if batch_invariant else _product, 0
         for e, end in enumerate(offsets.tolist()):
             if end > start:
-                w = weight[e]
-                if scales is not None:
-                    w = dequantize_weight(w, scheme, *scales.of(e), dtype=x.dtype)
+                w = values(weight, e, scales, scheme, x.dtype)
                 w = w if transpose else w.t()
                 product(x[start:end], w, None if bias is None else bias[e], out[start:end])
                 start = end
@@ -78,6 +77,20 @@ def grouped_mm(
         y = (y.to(torch.float32) + bias.index_select(0, experts)).to(y.dtype)
     y = torch.where((rows < offsets[-1]).unsqueeze(1), y, 0)
     return y if out is None else out.copy_(y)
+
+
+def values(
+    weight: Tensor,
+    experts: int | Tensor,
+    scales: Scales | None,
+    scheme: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weights of an expert, or of each of `experts`, in a dtype."""
+    w = weight[experts] if isinstance(experts, int) else weight.index_select(0, experts)
+    if scales is None:
+        return w.to(dtype)
+    return dequantize_weight(w, scheme, *scales.of(experts), dtype=dtype)
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -211,9 +224,7 @@ def _grouped_mm_blocks(
     products = x.new_empty(*rows.shape, width)
     for i in range(0, rows.shape[0], step):
         chosen = experts[i : i + step]
-        w = weight.index_select(0, chosen)
-        if scales is not None:
-            w = dequantize_weight(w, scheme, *scales.of(chosen), dtype=x.dtype)
+        w = values(weight, chosen, scales, scheme, x.dtype)
         # `out` also prevents autocast, which is still on inside an op, from casting fp32 operands
         w = w if transpose else w.transpose(1, 2)
         torch.bmm(px[i : i + step], w, out=products[i : i + step])

@@ -35,6 +35,7 @@ from moe_ops.schemes import (
     PER_TOKEN_GROUP,
     QuantDesc,
     get_scheme,
+    schemes_of_layer,
 )
 
 # of experts.cpp, in the order of its ENTRIES
@@ -117,7 +118,10 @@ def kernels() -> Any:
 
 @functools.cache
 def _decoder(scheme: str) -> str:
-    """The decoder of a scheme's weights, beside its activations; "" if there is none."""
+    """The decoder of a layer's weights, beside its activations; "" if there is none, or two."""
+    of_w13, of_w2 = schemes_of_layer(scheme)
+    if of_w13 != of_w2:
+        return ""
     described = get_scheme(scheme)
     desc, tokens = described.weight, described.activation
     if desc is None:

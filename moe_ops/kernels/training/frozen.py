@@ -54,8 +54,8 @@ def frozen(scheme: str) -> Frozen | None:
 
 
 def why_not(*weights: Weight) -> str | None:
-    """Why the kernels do not run experts of quantized weights; None if they do."""
-    if frozen(weights[0].scheme) is None:
+    """Why the kernels do not run experts of these quantized weights; None if they do."""
+    if any([frozen(weight.scheme) is None for weight in weights]):
         return "its scheme has no name, channel scales, or a scale of all activations of a call"
     if any([w.activation_scale is not None and w.activation_scale.numel() > 1 for w in weights]):
         return "its experts have activation scales of their own"
