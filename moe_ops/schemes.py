@@ -41,12 +41,20 @@ class ElementFormat:
         return self.mantissa > 0
 
     @property
+    def least_integer(self) -> float:
+        """The least stored element of an integer format: -128 of int8; 0 of int4, whose elements
+        are codes.
+        """
+        return 0.0 if self.name == "int4" else -self.max - 1
+
+    @property
     def max_exponent(self) -> int:
         """floor(log2(max))."""
         return int(self.max).bit_length() - 1
 
 
-# int4 elements are codes 0..15 that stand for code - 8, or for code - zero_point
+# int4 elements are codes 0..15 that stand for code - 8, for code - zero_point, or beside a minimum
+# for themselves
 ELEMENT_FORMATS = {
     f.name: f
     for f in (
@@ -112,7 +120,8 @@ SCALE_RULES = ("ocp", "round", "ceil")
 class QuantDesc:
     """How one operand is quantized: value = (q - zero_point) * scale * channel_scale /
     global_scale. Of int4 elements under a channel_scale (`e4m3_products`), q * scale is rounded to
-    e4m3 before channel_scale multiplies it.
+    e4m3 before channel_scale multiplies it. With a minimum, value = (q - least) * scale + minimum,
+    where least is the least element, 0 of int4 and -128 of int8.
 
     Args:
         dtype: names an element format, e.g. "e4m3".
@@ -123,7 +132,9 @@ class QuantDesc:
             float8_e4m3fn; None for the dtype of the weights themselves.
         global_scale: whether there is one more scale for a whole matrix, (E,) fp32 for weights.
         channel_scale: whether there is one more scale for each row, (E, N, 1) fp32.
-        zero_point: whether elements are counted from a zero point, one for each scale.
+        zero_point: whether elements are counted from a zero point, an integer for each scale.
+        minimum: whether each scale has the value of the least element beside it, a number of the
+            scale's dtype. It takes the place of zero points, also as an argument and in files.
         scale_rule: of e8m0 scales, how their exponent follows from the largest magnitude of a
             group: "ocp" floor(log2(amax)) - floor(log2(format's max)), as the OCP MX specification
             has it; "round" the same of amax rounded to the format's mantissa; "ceil"
@@ -142,6 +153,7 @@ class QuantDesc:
     channel_scale: bool = False
     zero_point: bool = False
     scale_rule: str = ""
+    minimum: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_FORMATS:
@@ -160,6 +172,11 @@ class QuantDesc:
     def storage_dtype(self) -> torch.dtype:
         """The torch dtype in which the quantized elements are stored."""
         return self.format.storage
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether each scale has a zero point or a minimum beside it."""
+        return self.zero_point or self.minimum
 
     @property
     def is_mx(self) -> bool:
@@ -198,8 +215,11 @@ class QuantDesc:
 
 def _meaningless(d: QuantDesc) -> str:
     """Why a description has no meaning, "" if it has one."""
-    if d.zero_point and d.format.is_float:
-        return f"zero_point must be False for {d.dtype}: a floating-point format is symmetric"
+    zero = "minimum" if d.minimum else "zero_point"
+    if d.zero_point and d.minimum:
+        return "zero_point must be False beside a minimum, which takes its place"
+    if d.has_zero and d.format.is_float:
+        return f"{zero} must be False for {d.dtype}: a floating-point format is symmetric"
     if d.global_scale and d.scale_dtype != torch.float8_e4m3fn:
         return (
             f"global_scale must be False with scales of {d.scale_dtype}: it exists to widen the "
@@ -217,13 +237,13 @@ def _meaningless(d: QuantDesc) -> str:
         )
     if d.channel_scale and d.scale_dtype != torch.float8_e4m3fn:
         return "channel_scale must be False unless scales are float8_e4m3fn, whose range it widens"
-    if d.zero_point and d.scale_dtype not in (torch.float32, None):
+    if d.has_zero and d.scale_dtype not in (torch.float32, None):
         return (
-            f"zero_point must be False with scales of {d.scale_dtype}: the zero points found are "
-            "those of scales that take any value"
+            f"{zero} must be False with scales of {d.scale_dtype}: what is found for it belongs "
+            "to scales that take any value"
         )
-    if d.zero_point and d.scale_rule:
-        return "zero_point must be False with a scale_rule, which leaves it no room"
+    if d.has_zero and d.scale_rule:
+        return f"{zero} must be False with a scale_rule, which leaves it no room"
     rules = SCALE_RULES if d.is_mx else ("", "ceil") if d.scale_dtype == torch.float32 else ("",)
     if d.scale_rule not in rules:
         return (
@@ -312,7 +332,7 @@ class QuantScheme:
             scale = scales.triton_e2m1_scale_shape(num_experts, n, k, desc.group.cols)
         return {
             "scale": scale,
-            "zero_point": scale if desc.zero_point else None,
+            "zero_point": scale if desc.has_zero else None,
             "global_scale": (num_experts,) if desc.global_scale else None,
             "channel_scale": (num_experts, n, 1) if desc.channel_scale else None,
         }
@@ -349,6 +369,7 @@ class QuantScheme:
             if name.split(":")[0] == base
             and ((cols := other.quantized_weight.group.cols) == -1 or k % cols == 0)
             and other.quantized_weight.zero_point == desc.zero_point
+            and other.quantized_weight.minimum == desc.minimum
         ]
         take = "takes" if len(fitting) == 1 else "take"
         also = f"; {' and '.join(fitting)} {take} it" if fitting else ""
@@ -366,7 +387,7 @@ def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
         return ""
     if weight is None:
         return "quantized activations need quantized weights"
-    if activation.zero_point:
+    if activation.has_zero:
         return "activations are symmetric, without zero points, which nothing would hold"
     if activation.scale_dtype is None:
         return "scales of activations must have a dtype: None stands for that of the weights"
@@ -383,7 +404,7 @@ def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
         return "the tokens are not known beforehand, so only one scale for all can be static"
     if activation.static and activation.scale_rule:
         return "a static activation scale is given, so that no scale_rule finds it"
-    if weight.zero_point:
+    if weight.has_zero:
         return "products of quantized activations need symmetric weights, without zero points"
     if weight.group.is_block and activation.group.is_block:
         small, large = sorted((weight.group.cols, activation.group.cols))
@@ -462,7 +483,12 @@ _SCALE_DTYPES = {
     torch.float8_e4m3fn: "e4m3",
     None: "same",
 }
-_FLAGS = {"global": "global_scale", "channel": "channel_scale", "zp": "zero_point"}
+_FLAGS = {
+    "global": "global_scale",
+    "channel": "channel_scale",
+    "zp": "zero_point",
+    "min": "minimum",
+}
 _spelled_out: dict[str, QuantScheme] = {}
 
 
@@ -543,10 +569,15 @@ def _all_schemes() -> Iterator[tuple[str, QuantDesc | None, QuantDesc | None]]:
     yield "int8_w8a8_tensor", int8, QuantDesc("int8", PER_TENSOR, static=False)
     yield "int8_w8a8_static", int8, QuantDesc("int8", PER_TENSOR)
     for base, dtype in (("int8_w8a16", "int8"), ("int4_w4a16", "int4")):
-        for suffix, zero_point in (("", False), (":zp", True)):
+        for suffix in ("", ":zp", ":min"):
             for name, cols in (("channel", -1), ("g32", 32), ("g64", 64), ("g128", 128)):
-                group = GroupShape(1, cols)
-                desc = QuantDesc(dtype, group, scale_dtype=None, zero_point=zero_point)
+                desc = QuantDesc(
+                    dtype,
+                    GroupShape(1, cols),
+                    scale_dtype=None,
+                    zero_point=suffix == ":zp",
+                    minimum=suffix == ":min",
+                )
                 yield f"{base}:{name}{suffix}", desc, None
     e4m3 = torch.float8_e4m3fn
     grouped = QuantDesc("int4", PER_TOKEN_GROUP, scale_dtype=e4m3, channel_scale=True)
@@ -580,7 +611,9 @@ OTHER_NAMES = {
     "fp8_w8a16": "fp8_w8a16:channel",
     "int8_w8a16": "int8_w8a16:channel",
     "int8_w8a16:zp": "int8_w8a16:channel:zp",
+    "int8_w8a16:min": "int8_w8a16:channel:min",
     "int4_w4a16": "int4_w4a16:g128",
     "int4_w4a16:zp": "int4_w4a16:g128:zp",
+    "int4_w4a16:min": "int4_w4a16:g128:min",
     **{f"{name}:ocp": name for name in ("mxfp4_w4a16", "mxfp4_w4a8", "mxfp4_mxfp8", "mxfp4")},
 }

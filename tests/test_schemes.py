@@ -107,6 +107,16 @@ ILLEGAL = {
     "scales that take any value": lambda: QuantDesc(
         "int4", PER_TOKEN_GROUP, zero_point=True, **MX
     ),
+    "beside a minimum, which takes its place": lambda: QuantDesc(
+        "int4", PER_ROW, zero_point=True, minimum=True
+    ),
+    "minimum must be False for e4m3": lambda: QuantDesc("e4m3", PER_ROW, minimum=True),
+    "minimum must be False with scales of": lambda: QuantDesc(
+        "int4", PER_TOKEN_GROUP, minimum=True, **MX
+    ),
+    "need symmetric weights, without": lambda: QuantScheme(
+        "x", QuantDesc("int8", PER_ROW, minimum=True), QuantDesc("int8", PER_ROW, False)
+    ),
     "leaves it no room": lambda: QuantDesc("int4", PER_ROW, zero_point=True, scale_rule="ceil"),
     "need symmetric weights": lambda: QuantScheme(
         "x", QuantDesc("int8", PER_ROW, zero_point=True), QuantDesc("int8", PER_ROW, False)

@@ -130,6 +130,7 @@ def operand(desc: QuantDesc, kind: str = "") -> str:
             (desc.global_scale, "one more scale for the whole matrix"),
             (desc.channel_scale, "one more scale for each row"),
             (desc.zero_point, "zero points"),
+            (desc.minimum, "minima"),
         )
         if present
     ]
@@ -154,8 +155,8 @@ def bits_a_weight(scheme: QuantScheme, size: int = 4096) -> float:
     scales = 1
     for length in desc.scale_shape(size, size):
         scales *= length
-    # a zero point takes as many bits as are stored for it: a byte
-    total = scales * (width + (8 if desc.zero_point else 0))
+    # a zero point takes as many bits as are stored for it, a byte; a minimum those of a scale
+    total = scales * (width + 8 * desc.zero_point + width * desc.minimum)
     total += 32 * (desc.global_scale + desc.channel_scale * size)
     return desc.format.bits + total / size**2
 

@@ -62,9 +62,9 @@ def unpack(q: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def _encode_integer(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None) -> Tensor:
-    low, high = -fmt.max - 1, fmt.max
+    low = fmt.least_integer
+    high = low + 2 * fmt.max + 1
     if fmt.name == "int4":
-        low, high = 0.0, 15.0
         zero_point = torch.full_like(x[..., :1], 8.0) if zero_point is None else zero_point
     x = torch.round(x)
     x = x if zero_point is None else x + zero_point

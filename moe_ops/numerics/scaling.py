@@ -100,9 +100,16 @@ def with_zero_point(
     low: Tensor, high: Tensor, desc: QuantDesc, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(scale in ``dtype``, fp32 zero point) of groups with elements in low..high; 0 is exact."""
-    first = 0.0 if desc.dtype == "int4" else -desc.format.max - 1
-    steps = 2 * desc.format.max + 1
+    first, steps = desc.format.least_integer, 2 * desc.format.max + 1
     low, high = low.clamp(max=0), high.clamp(min=0)
     scale = one_where_zero(over(high - low, steps).to(dtype))
     zero_point = torch.round(first - low / scale.to(torch.float32)).clamp(first, first + steps)
     return scale, zero_point
+
+
+def with_minimum(
+    low: Tensor, high: Tensor, desc: QuantDesc, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(scale, minimum) in ``dtype`` of groups with elements in low..high."""
+    steps = 2 * desc.format.max + 1
+    return one_where_zero(over(high - low, steps).to(dtype)), low.to(dtype)

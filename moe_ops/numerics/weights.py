@@ -30,7 +30,7 @@ class Scales(NamedTuple):
     """
 
     scale: Tensor
-    zero_point: Tensor | None = None  # shaped like scale
+    zero_point: Tensor | None = None  # or minimum, shaped like scale
     global_scale: Tensor | None = None  # (...) fp32
     channel_scale: Tensor | None = None  # (..., N, 1) fp32
 
@@ -61,6 +61,9 @@ def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, 
         torch.float32
     )  # (..., n groups, rows, k groups, columns)
     scales, divisor, zero_point = _scales(parts, desc, weight.dtype)
+    if desc.minimum:
+        assert scales.zero_point is not None
+        parts = parts - _of_groups(scales.zero_point.to(torch.float32), desc)
     if zero_point is not None:
         zero_point = ungrouped(zero_point.expand(parts.shape), n, k)
     parts = ungrouped(parts / divisor, n, k)
@@ -90,9 +93,9 @@ def dequantize_weight(
     channel_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The values of quantized weights, (q - zero_point) * scale * channel_scale / global_scale:
-    products in fp32, then one rounding to ``dtype``. q * scale is rounded to e4m3 first where the
-    description says so (`QuantDesc.e4m3_products`).
+    """The values of quantized weights, (q - zero_point) * scale * channel_scale / global_scale, or
+    (q - least) * scale + minimum: computed in fp32, then rounded once to ``dtype``. q * scale is
+    rounded to e4m3 first where the description says so (`QuantDesc.e4m3_products`).
 
     Args:
         qdata: (N, K) of one expert, or any number of experts (..., N, K), as stored.
@@ -106,10 +109,14 @@ def dequantize_weight(
     desc = scheme.quantized_weight
     n, k = scheme.logical_shape(*qdata.shape[-2:])
     values = grouped(decode(qdata, desc.format, zero_point is not None), desc.group)
-    if zero_point is not None:
-        values = values.sub_(_of_groups(zero_point, desc))
     # in place: `decode` made a copy
+    if zero_point is not None:
+        least = desc.format.least_integer
+        values = values.sub_(least if desc.minimum else _of_groups(zero_point, desc))
     values = values.mul_(_of_groups(scale_to_float32(scale, desc), desc))
+    if desc.minimum:
+        assert zero_point is not None
+        values = values.add_(_of_groups(zero_point.to(torch.float32), desc))
     if desc.e4m3_products:
         values = round_products_to_e4m3(values)
     values = ungrouped(values, n, k)
@@ -132,8 +139,8 @@ def scale_to_float32(scale: Tensor, desc: QuantDesc) -> Tensor:
 def _scales(
     parts: Tensor, desc: QuantDesc, dtype: torch.dtype
 ) -> tuple[Scales, Tensor, Tensor | None]:
-    """(Scales, divisors of elements, zero points) of grouped weights. The last two broadcast to
-    `parts`.
+    """(Scales, divisors of elements, zero points) of grouped weights, of which a minimum has been
+    taken off. The last two broadcast to `parts`.
     """
     amax = parts.abs().amax((-3, -1), keepdim=True)
     if desc.is_mx:
@@ -152,8 +159,13 @@ def _scales(
         per_row = _squeeze(channel, desc).contiguous()
         return Scales(_squeeze(scale, desc), channel_scale=per_row), divisor, None
     dtype = desc.scale_dtype or dtype
-    if desc.zero_point:
+    if desc.has_zero:
         low, high = parts.amin((-3, -1), keepdim=True), parts.amax((-3, -1), keepdim=True)
+        if desc.minimum:
+            scale, minimum = scaling.with_minimum(low, high, desc, dtype)
+            found = Scales(_squeeze(scale, desc), _squeeze(minimum, desc))
+            first = torch.full_like(low, desc.format.least_integer)
+            return found, scale.to(torch.float32), first
         scale, zero_point = scaling.with_zero_point(low, high, desc, dtype)
         stored = _squeeze(zero_point, desc).to(desc.storage_dtype)
         return Scales(_squeeze(scale, desc), stored), scale.to(torch.float32), zero_point

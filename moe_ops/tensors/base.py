@@ -34,7 +34,9 @@ class ExpertTensor(TorchAOBaseTensor):
         qdata: the quantized elements, with fewer columns than the shape where elements share
             bytes.
         scale: see ``moe_ops.schemes.QuantScheme.batched_scale_shape``.
-        zero_point, global_scale, channel_scale: of schemes that have them, else None.
+        zero_point: shaped like scale, what elements are counted from, or of schemes that end in
+            ":min" the value of the least of them; of schemes without either None.
+        global_scale, channel_scale: of schemes that have them, else None.
         activation_scale: () fp32, or (E,) with one of each expert, of schemes whose activations
             have a static scale, else None.
 

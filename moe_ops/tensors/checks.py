@@ -112,6 +112,11 @@ def checked_parts(scheme: QuantScheme, parts: Mapping[str, Tensor | None]) -> di
         _check_plain(name, value)
         assert value is not None
         checked[name] = _checked_scale(name, value.detach(), expected, scheme, qdata)
+    if desc.minimum and checked["zero_point"].dtype != checked["scale"].dtype:
+        raise ValueError(
+            f"zero_point of scheme {scheme.name!r}, the minimum of a group, must have the dtype "
+            f"of scale, {checked['scale'].dtype}, got {checked['zero_point'].dtype}"
+        )
     return checked
 
 
@@ -130,16 +135,17 @@ def _checked_scale(
         )
     if name == "scale" and value.dtype == torch.float8_e8m0fnu:
         value = value.view(torch.uint8) if desc.is_mx else value.to(torch.float32)
+    of_scale = HIGH_PRECISION if desc.scale_dtype is None else (desc.scale_dtype,)
     dtypes = {
-        "scale": HIGH_PRECISION if desc.scale_dtype is None else (desc.scale_dtype,),
-        "zero_point": (desc.storage_dtype,),
+        "scale": of_scale,
+        "zero_point": of_scale if desc.minimum else (desc.storage_dtype,),
     }.get(name, (torch.float32,))
     if name == "scale" and desc.is_mx:
         dtypes = (torch.uint8,)
     if value.dtype not in dtypes:
         known = " or ".join([str(dtype) for dtype in dtypes])
         raise ValueError(f"{name} must be {known}, got {value.dtype}")
-    if name == "zero_point":
+    if name == "zero_point" and not desc.minimum:
         _check_zero_points(value, desc.dtype)
     elif name == "scale" and desc.is_mx:
         _check_finite(name, torch.where(value == 255, torch.nan, 0.0))

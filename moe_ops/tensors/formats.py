@@ -26,23 +26,28 @@ class Float8ExpertTensor(ExpertTensor):
 
 
 class Int8ExpertTensor(ExpertTensor):
-    """int8 weights: value = (qdata - zero_point) * scale, for the schemes named "int8_...".
+    """int8 weights: value = (qdata - zero_point) * scale, for the schemes named "int8_...", or
+    (qdata + 128) * scale + zero_point for those that end in ":min".
 
     qdata is (E, N, K) int8. scale is (E, N, 1) per channel, (E, N, K/g) per group of g = 32, 64 or
     128 columns, in the float dtype of the weights that were quantized (any of bf16, fp16, fp32 in
     ``from_quantized``), fp32 where activations are quantized too. zero_point is int8, shaped like
-    scale, in the variants that end in ":zp"; others are symmetric, scale = amax / 127.5.
+    scale, in the variants that end in ":zp"; in those that end in ":min" it is the minimum of
+    each group, in the dtype of scale = (maximum - minimum) / 255; others are symmetric, scale =
+    amax / 127.5.
     """
 
 
 class Int4ExpertTensor(ExpertTensor):
-    """int4 weights: value = (code - zero_point) * scale, for the schemes named "int4_...".
+    """int4 weights: value = (code - zero_point) * scale, for the schemes named "int4_...", or code
+    * scale + zero_point for those that end in ":min".
 
     qdata is (E, N, K/2) uint8: codes 0..15, the even column in the low half of a byte.
     "int4_w4a16" has scales (E, N, K/g) for groups of g = 32, 64 or 128 columns, or (E, N, 1), in
     the float dtype of the weights that were quantized (any of bf16, fp16, fp32 in
     ``from_quantized``); zero_point is uint8 0..15, shaped like scale, in the variants that end in
-    ":zp", and 8 in the others, where scale = amax / 7.5.
+    ":zp", and 8 in the others, where scale = amax / 7.5. In those that end in ":min" zero_point is
+    the minimum of each group, in the dtype of scale = (maximum - minimum) / 15.
 
     "int4_w4a8" has e4m3 scales (E, N, K/128) and channel_scale fp32 (E, N, 1): value = e4m3((code
     - 8) * scale) * channel_scale, where e4m3 rounds to the nearest, ties to even, as kernels do

@@ -95,7 +95,9 @@ def from_quantized(
             float8_e8m0fnu too and converts it, exactly; "fp8_block:ue8m0" takes powers of two
             alone. One with e8m0 scales takes uint8 or float8_e8m0fnu.
         zero_point: shaped like scale, uint8 0..15 for int4, int8 for int8; makes of
-            "int4_w4a16:g128" its variant with zero points, "int4_w4a16:g128:zp".
+            "int4_w4a16:g128" its variant with zero points, "int4_w4a16:g128:zp". In the floating
+            dtype of scale it holds minima, the values of the least element (0 of int4, -128 of
+            int8), and makes of it "int4_w4a16:g128:min".
         global_scale: (E,) fp32, for "nvfp4": value = element * scale / global_scale.
         channel_scale: (E, N, 1) fp32, for "int4_w4a8": value = e4m3(element * scale) *
             channel_scale.
@@ -111,7 +113,8 @@ def from_quantized(
     """
     scheme = get_scheme(scheme)
     if zero_point is not None:
-        scheme = SCHEMES.get(f"{scheme.name}:zp", scheme)
+        is_minimum = isinstance(zero_point, Tensor) and zero_point.is_floating_point()
+        scheme = SCHEMES.get(f"{scheme.name}:{'min' if is_minimum else 'zp'}", scheme)
     parts: dict[str, Any] = checked_parts(
         scheme,
         {

@@ -38,10 +38,11 @@ def descriptions(static: bool) -> list[QuantDesc]:
         (False, True),  # global_scale
         (False, True),  # channel_scale
         (False, True),  # zero_point
+        (False, True),  # minimum
     )
     found = []
-    for dtype, group, scale, rule, *flags in options:
-        d = legal(lambda: QuantDesc(dtype, GroupShape(*group), static, scale, *flags, rule))  # noqa: B023
+    for dtype, group, scale, rule, *flags, least in options:
+        d = legal(lambda: QuantDesc(dtype, GroupShape(*group), static, scale, *flags, rule, least))  # noqa: B023
         found += [d] if d else []
     return found
 
@@ -137,6 +138,8 @@ def weight_values(w) -> Tensor:
         return t[:, : w.shape[1], : w.shape[2]]
 
     scale = 2.0 ** (w.scale.double() - 127) if d.scale_dtype == E8M0 else w.scale.float()
+    if d.minimum:
+        return (codes + (128 if d.dtype == "int8" else 0)) * spread(scale) + spread(w.zero_point)
     zero = 8 if d.dtype == "int4" else 0
     values = (codes - (zero if w.zero_point is None else spread(w.zero_point))) * spread(scale)
     if w.channel_scale is not None:

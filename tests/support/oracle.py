@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, tuple[str, str] | None] = {
         f"{bits}:{group}{zero_point}": None
         for bits in ("int8_w8a16", "int4_w4a16")
         for group in ("channel", "g32", "g64", "g128")
-        for zero_point in ("", ":zp")
+        for zero_point in ("", ":zp", ":min")
     },
     "int4_w4a8": ("e4m3", "token"),
     **{f"mxfp4_w4a16{rule}": None for rule in ("", ":round", ":ceil")},
@@ -259,6 +259,9 @@ def dequantized(
             return t.repeat_interleave(128, 1)[:, :N].repeat_interleave(128, 2)[..., :K]
         return t.repeat_interleave(K // t.shape[2], 2)
 
+    if scheme.endswith(":min"):  # the value of the least element, 0 of int4 and -128 of int8
+        elements = elements + (128 if fmt == "int8" else 0)
+        return elements * spread(scale) + spread(zero_point)
     if zero_point is not None:
         elements = elements - spread(zero_point)
     elif fmt == "int4":

@@ -15,10 +15,13 @@ rows.
 - gpt-oss MXFP4: blocks (E, N, G, 16) of pairs, the even column in the low nibble; value = e2m1 *
 2**(s-127).
 - fine-grained fp8: value = e4m3 * weight_scale_inv of the 128 x 128 block.
+- MLX: codes in uint32 words along the columns, lowest bits first; value = code * scales + biases.
 """
 
 import numpy as np
 import torch
+
+from tests.support.oracle import code_values
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 AWQ = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -266,6 +269,36 @@ class MXFP4Packed(Writer):
         codes, exponents = mxfp4(self.rng, n, k)
         tensors = {"weight_packed": pairs(codes), "weight_scale": torch.from_numpy(exponents)}
         return tensors, E2M1[codes] * 2.0 ** (exponents.astype(int) - 127).repeat(32, 1)
+
+
+class MLX(Writer):
+    """mlx-lm's files: a stack for each projection of the experts, and no quant_method."""
+
+    def __init__(self, seed=0, bits=4, group=64, mode="affine", dtype=torch.bfloat16):
+        super().__init__(seed)
+        self.bits, self.group, self.mode, self.dtype = bits, group, mode, dtype
+        self.config = {"group_size": group, "bits": bits, "mode": mode}
+
+    def matrix(self, *shape):
+        q = self.rng.integers(0, 2**self.bits, shape)
+        q = q & 0xBF if self.mode == "mxfp8" else q  # no NaN
+        groups = (*shape[:-1], shape[-1] // self.group)
+        tensors = {"weight": words(q, self.bits, -1).view(torch.uint32)}
+        if self.mode == "affine":  # scales of either sign, as the tool finds them
+            s = torch.from_numpy(self.scales(*groups) * self.rng.choice([-1, 1], groups))
+            s = s.to(self.dtype)
+            b = (torch.from_numpy(self.rng.standard_normal(groups)) * 0.01 - s * 7).to(self.dtype)
+            tensors |= {"scales": s, "biases": b}
+            s, b = (double(t).repeat(self.group, -1) for t in (s, b))
+            return tensors, q * s + b
+        elements = np.array(E2M1 if self.bits == 4 else code_values("e4m3"))[q]
+        if self.mode == "nvfp4":
+            s = torch.from_numpy(self.scales(*groups) * 1000).to(torch.float8_e4m3fn)
+            tensors["scales"] = s.view(torch.uint8)
+            return tensors, elements * double(s.float()).repeat(16, -1)
+        s = self.rng.integers(118, 123, groups).astype(np.uint8)
+        tensors["scales"] = torch.from_numpy(s)
+        return tensors, elements * 2.0 ** (s.astype(int) - 127).repeat(32, -1)
 
 
 def mxfp4(rng, *shape):

@@ -132,7 +132,7 @@ def _decoder(scheme: str) -> str:
         of_group = {PER_MX_BLOCK: "mxfp4", PER_NV_BLOCK: "nvfp4"}.get(desc.group, "")
         fits = desc.is_mx if of_group == "mxfp4" else desc.global_scale
         return of_group if fits else ""
-    if desc.scale_dtype not in (torch.float32, None):
+    if desc.scale_dtype not in (torch.float32, None) or desc.minimum:
         return ""
     if desc.dtype == "int4":
         return "int4_any" if _groups(desc) else ""
@@ -148,7 +148,7 @@ def _beside(desc: QuantDesc, tokens: QuantDesc) -> str:
     """The decoder of weights of 8 bits beside quantized activations."""
     if desc.dtype != tokens.dtype or tokens.static or tokens.scale_dtype != torch.float32:
         return ""
-    if desc.scale_dtype != torch.float32 or desc.zero_point:
+    if desc.scale_dtype != torch.float32 or desc.has_zero:
         return ""
     if desc.group == PER_ROW and tokens.group == PER_ROW and not tokens.powers_of_two:
         return {"int8": "int8_tokens", "e4m3": "fp8_tokens"}.get(desc.dtype, "")

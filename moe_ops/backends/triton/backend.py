@@ -79,6 +79,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"triton runs the named schemes, got {problem.scheme!r}; use backend='torch' or 'auto'"
         )
         return reasons
+    weight = SCHEMES[problem.scheme].weight
+    if weight is not None and weight.minimum:
+        reasons.append(
+            f"triton has no kernels for minima beside scales, got {problem.scheme!r}; backend "
+            "'torch' dequantizes such weights"
+        )
     if _needs_newer_triton(problem, machine):
         major, minor = machine.capability
         reasons.append(

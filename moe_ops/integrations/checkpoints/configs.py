@@ -15,6 +15,7 @@ from functools import cached_property
 from types import NoneType
 from typing import Any, NamedTuple
 
+from moe_ops.integrations.checkpoints import mlx
 from moe_ops.integrations.checkpoints.common import Config, shown
 
 _REMEDY = (
@@ -85,13 +86,15 @@ class Family:
     """The fields of one quant_method.
 
     ``used``: the formats, or ``resolve``, read them. ``fixed``: the values that moe_ops follows.
-    ``silent``: no weight depends on them. ``resolve`` makes of them what holds for one module, and
-    raises ValueError for what it cannot follow.
+    ``silent``: no weight depends on them. ``modules``: other fields are names of modules, and hold
+    an object of their fields, true or false. ``resolve`` makes of them what holds for one module,
+    and raises ValueError for what it cannot follow.
     """
 
     used: dict[str, Kind]
     fixed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     silent: str = _SILENT
+    modules: bool = False
     resolve: Callable[[Config, Names], Config] = lambda config, names: config
 
     @cached_property
@@ -99,7 +102,7 @@ class Family:
         return {*self.used, *self.silent.split(), *self.fixed}
 
 
-def config_for(config: Config, module: str, *others: str) -> Config:
+def config_for(config: Config, module: str, *others: str, method: str = "") -> Config:
     """What a quantization_config says of one quantized matrix.
 
     Args:
@@ -108,6 +111,7 @@ def config_for(config: Config, module: str, *others: str) -> Config:
         others: its names in the model, where the checkpoint has those of another one, such as
             "block_sparse_moe.experts.3.w3". Libraries that quantize a model in memory write the
             model's names into their configurations, so that either name may be meant.
+        method: quant_method of a configuration that has none, if the tensors tell.
 
     Returns:
         The fields that the formats read. A compressed-tensors or ModelOpt configuration has
@@ -119,9 +123,12 @@ def config_for(config: Config, module: str, *others: str) -> Config:
     """
     if not config:
         return {}
+    if method:
+        config = {"quant_method": method} | config
     family = _family_of(config)
     _check_fields(config, family, "quantization_config")
-    said = {name: value for name, value in config.items() if name in family.known}
+    kept = family.modules
+    said = {name: value for name, value in config.items() if kept or name in family.known}
     names = tuple(dict.fromkeys((module, *others)))
     return family.resolve(said | {"quant_method": config.get("quant_method")}, names)
 
@@ -195,6 +202,8 @@ def _check_fields(config: Config, family: Family, where: str) -> None:
                     f"{name} of {where} must be {' or '.join(map(repr, allowed))}, got "
                     f"{shown(config[name])}"
                 )
+        elif family.modules and isinstance(value, (dict, bool)):
+            continue
         elif name not in family.known and value not in (None, "", [], {}):
             raise ValueError(
                 f"{name} of {where} must be a field that moe_ops knows, got {shown(value)}"
@@ -477,6 +486,27 @@ def _auto_round_args(config: Config, prefix: str, module: str) -> Config | None:
     )
 
 
+# --- MLX --------------------------------------------------------------------------------------
+
+
+def _mlx(config: Config, names: Names) -> Config:
+    """The fields of all matrices, or those of a module that a field is named after, of which MLX
+    takes the mode's defaults where they are missing.
+    """
+    own = config.get(names[0])
+    if own is False:
+        raise ValueError(
+            f"{names[0]} of quantization must not be false: its tensors are quantized"
+        )
+    if isinstance(own, dict):
+        _check_fields(own, MLX, f"quantization[{names[0]!r}]")
+        config = own
+    mode = config.get("mode") or "affine"
+    size, bits = mlx.MODES.get(mode, (None, None))
+    size, bits = config.get("group_size") or size, config.get("bits") or bits
+    return {"quant_method": "mlx", "mode": mode, "group_size": size, "bits": bits}
+
+
 _INTEGERS: dict[str, tuple] = {
     "pack_dtype": ("int32",),
     "is_marlin_format": (False,),
@@ -529,6 +559,12 @@ MODELOPT = Family(
     silent=f"{_SILENT} pre_quant_scale",  # a tensor of that name tells
     resolve=_modelopt,
 )
+MLX = Family(
+    used={"mode": TEXT, **dict.fromkeys(("group_size", "bits"), INTEGER)},
+    silent="",
+    modules=True,
+    resolve=_mlx,
+)
 FAMILIES = {
     "fp8": Family(
         used={"activation_scheme": TEXT, "weight_block_size": INTEGERS, "scale_fmt": TEXT},
@@ -566,4 +602,5 @@ FAMILIES = {
         silent=f"{_SILENT} sym checkpoint_format",
     ),
     "auto-round": AUTO_ROUND,
+    "mlx": MLX,
 }

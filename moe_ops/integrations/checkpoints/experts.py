@@ -450,13 +450,14 @@ class Checkpoint:
         if not form.tells:
             role, tensor = next(iter(source.items()))
             module = module_of(tensor, role)
-            config = self._said(config_for, module, *self.others.get(module, ()))
+            others = self.others.get(module, ())
+            config = self._said(config_for, module, *others, method=form.method)
         return config | {VALUES_ONLY: True} if values_only else config
 
-    def _said(self, function: Callable, *arguments: str) -> Any:
+    def _said(self, function: Callable, *arguments: str, **options: str) -> Any:
         """What a function finds in the quantization_config; its errors name the file."""
         try:
-            return function(self.config, *arguments)
+            return function(self.config, *arguments, **options)
         except ValueError as error:
             raise ValueError(f"{self._said_in}{error}") from error
 

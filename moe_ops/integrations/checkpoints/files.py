@@ -23,7 +23,7 @@ from moe_ops.integrations.checkpoints.headers import Entry, read_header
 from moe_ops.integrations.checkpoints.json_files import check_regular, read_object
 
 INDEX = "model.safetensors.index.json"
-_CONFIGS = ("quantization_config", "compression_config")
+_CONFIGS = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
 _OTHER_FILES = {  # where quantization_config stands but in config.json, and its quant_method
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",

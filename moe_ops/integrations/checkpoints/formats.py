@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ops.integrations.checkpoints import floats, integers
+from moe_ops.integrations.checkpoints import floats, integers, mlx
 from moe_ops.integrations.checkpoints.common import FLOATS, Config, Matrix
 
 
@@ -40,6 +40,8 @@ class Format:
     convert: Callable[[dict[str, Tensor], Config], dict[str, Tensor]]
     dtypes: tuple[torch.dtype, ...] = ()  # of "weight", where the names do not tell
     tells: bool = False  # its tensors alone do: the configuration is in words of its own
+    method: str = ""  # quant_method of its configurations, which do not say it
+    rows_first: bool = False  # a stack is (E, N, K) whatever the model has
 
 
 def format_of(tensors: dict, where: str) -> Format | None:
@@ -148,6 +150,16 @@ FORMATS = (
         floats.describe_modelopt_mxfp4,
         floats.convert_modelopt_mxfp4,
         (torch.uint8,),
+    ),
+    Format(
+        "mlx",
+        ("weight", "scales"),
+        ("biases",),
+        mlx.describe,
+        mlx.convert,
+        (torch.uint32,),
+        method="mlx",
+        rows_first=True,
     ),
     Format(
         "torchao",

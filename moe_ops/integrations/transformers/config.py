@@ -96,6 +96,24 @@ def _merge_quantization_configs(original: Callable) -> Any:
     return classmethod(merge_quantization_configs)
 
 
+def _supports_quant_method(original: Callable) -> Any:
+    """Leave a configuration that does not name its method, as MLX's do not, to
+    `merge_quantization_configs`, where transformers refuses it likewise, and a MoeOpsConfig does
+    not.
+    """
+
+    def supports_quant_method(quantization_config_dict: Any) -> bool:
+        named = ("quant_method", "load_in_8bit", "load_in_4bit")
+        if not any(quantization_config_dict.get(name) for name in named):
+            return True
+        return original(quantization_config_dict)
+
+    return staticmethod(supports_quant_method)
+
+
+auto.AutoHfQuantizer.supports_quant_method = _supports_quant_method(
+    auto.AutoHfQuantizer.supports_quant_method
+)
 auto.AutoHfQuantizer.merge_quantization_configs = _merge_quantization_configs(
     auto.AutoHfQuantizer.merge_quantization_configs
 )

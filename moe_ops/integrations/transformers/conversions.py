@@ -21,6 +21,7 @@ from moe_ops.tensors import ExpertTensor
 STORED = tuple(sorted({*ExpertTensor.tensor_data_names, *ExpertTensor.optional_tensor_data_names}))
 _COMPANIONS = tuple(role for role in ROLES if role != "weight")
 _START = r"(?<![a-zA-Z0-9_])"  # of a name's part: experts, but not shared_experts
+_MLX_EXPERTS = _START + r"switch_mlp(?=[.])"  # MLX's name of experts
 
 Table = dict[str, tuple[int, str]]  # source pattern -> (projection, role)
 
@@ -71,8 +72,9 @@ def own_readers(
 ) -> tuple[list, Table]:
     """transformers' conversions with those of quantizable weights replaced by readers of ours."""
     table: Table = {}
+    own: list[Any] = [loading.WeightRenaming(_MLX_EXPERTS, "experts")]
     leaves = {".".join(name.split(".")[-2:]): layer for name, (layer, _) in layers.items()}
-    own, kept, covered = [], [], set()
+    kept, covered = [], set()
     for transform in transforms:
         leaf = next((leaf for leaf in leaves if _is_stack_of_experts(transform, leaf)), None)
         if leaf is None:
@@ -87,9 +89,10 @@ def own_readers(
         own.append(reader)
     for leaf, layer in leaves.items():
         converted = any(_converts_to(transform, leaf) for transform in kept)
+        biased = hasattr(layer.owner, leaf.rpartition(".")[2] + "_bias")
         own.append(_stacked_reader(leaf, table, plain=not converted))
+        own += _projection_readers(leaf, table, biased)
         if leaf not in covered:
-            biased = hasattr(layer.owner, leaf.rpartition(".")[2] + "_bias")
             own += _single_readers(leaf, table, biased)
     own += _matrix_readers(checkpoint, [*own, *kept], table)
     return [*own, *kept], table
@@ -178,8 +181,17 @@ def _single_readers(leaf: str, table: Table, biased: bool = False) -> list[OwnRe
     """Experts one by one, in families whose own checkpoints hold them stacked; with their biases,
     if the model has some.
     """
+    return _readers_of(leaf, table, biased, ".*")
+
+
+def _projection_readers(leaf: str, table: Table, biased: bool) -> list[OwnReader]:
+    """A stack for each projection, as MLX has them."""
+    return _readers_of(leaf, table, biased, "")
+
+
+def _readers_of(leaf: str, table: Table, biased: bool, number: str) -> list[OwnReader]:
     module, _, name = leaf.rpartition(".")
-    bases = [f"{_START}{module}.*.{p}" for p in projections_of(name)]
+    bases = [f"{_START}{module}{number}.{p}" for p in projections_of(name)]
     if not biased:
         return [_reader(bases, leaf, table)]
     return [_reader(bases, leaf, table, ROLES), _reader(bases, f"{leaf}_bias", table, (BIAS,), ())]
@@ -189,20 +201,38 @@ def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> l
     """Readers of the quantized matrices that are no experts."""
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
     experts = [t for t in transforms if isinstance(t, OwnReader)]
-    modules: dict[str, dict] = {}
-    for tensor, entry in checkpoint.files.entries.items():
-        module, _, role = tensor.rpartition(".")
-        role = ALIASES.get(role, role)
+    modules: dict[str, dict[str, str]] = {}  # role -> tensor
+    for tensor in checkpoint.files.entries:
+        module, _, text = tensor.rpartition(".")
+        role = ALIASES.get(text, text)
         if role in ROLES:
-            modules.setdefault(module, {})[role] = entry
-    leaves = set()
-    for module, entries in modules.items():
+            modules.setdefault(module, {})[role] = tensor
+    readers: dict[str, dict[str, str]] = {}  # end of a parameter's name -> pattern -> role
+    for module, tensors in modules.items():
+        entries = {role: checkpoint.files.entries[tensor] for role, tensor in tensors.items()}
         if entries.keys() == {"weight"} or not _is_quantized(entries):
             continue
-        renamed, pattern = loading.rename_source_key(f"{module}.weight", renamings, experts)
-        if pattern is None:
-            leaves.add(".".join(renamed.split(".")[-3:-1]))
-    return [_reader([_START + leaf], f"{leaf}.weight", table, ROLES) for leaf in sorted(leaves)]
+        target, pattern = loading.rename_source_key(f"{module}.weight", renamings, experts)
+        if pattern is not None:
+            continue
+        for role, tensor in tensors.items():
+            # renamings may be of "router.layer.weight" alone, and leave its scales as they are
+            found, _ = loading.rename_source_key(tensor, renamings, [])
+            end, source = _ends(target, found)
+            readers.setdefault(end, {})[rf"{_START}{re.escape(source)}$"] = role
+    for patterns in readers.values():
+        table.update({pattern: (0, role) for pattern, role in patterns.items()})
+    return [OwnReader(list(patterns), end) for end, patterns in sorted(readers.items())]
+
+
+def _ends(target: str, found: str) -> tuple[str, str]:
+    """The last three parts of a parameter's name, "mlp.gate.weight", or those in which the name
+    of a tensor differs from it, and what the tensor's name has there.
+    """
+    parts, others = target.split("."), found.split(".")
+    same = [a == b for a, b in zip(parts, others, strict=False)]
+    start = min(max(len(parts) - 3, 0), [*same, False].index(False))
+    return ".".join(parts[start:]), ".".join(others[start:])
 
 
 def _is_quantized(entries: dict) -> bool:

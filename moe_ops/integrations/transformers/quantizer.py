@@ -203,7 +203,7 @@ class MoeOpsQuantizer(HfQuantizer):
                 for tensor, (_, role) in sources.items():
                     add_tensor(source, role, tensor, target)
                 self._matrices[target] = source
-                self._opened.plan(target, ((source,),), values_only=True)
+                self._check_shape(target, state[target], source)
         self._give_rows_scales()
         for target in self._layers:
             if target not in found and target not in foreign:
@@ -213,6 +213,16 @@ class MoeOpsQuantizer(HfQuantizer):
             raise ValueError(
                 "scheme must be given to quantize a plain checkpoint, got None; leave "
                 "quantization_config out to load it plain"
+            )
+
+    def _check_shape(self, target: str, parameter: Tensor, source: Source) -> None:
+        """Check a matrix that will be plain against its headers and the model."""
+        weight = self._opened.plan(target, ((source,),), values_only=True)
+        shape = weight.shape[1:]
+        if weight.format and shape != tuple(parameter.shape):
+            entry = self._opened.files.entries[next(iter(source.values()))]
+            raise ValueError(
+                f"{target} must have shape {tuple(parameter.shape)}, got {shape} from {entry}"
             )
 
     def _check_plain(self, tensor: str, parameter: Tensor) -> None:
@@ -331,11 +341,12 @@ class MoeOpsQuantizer(HfQuantizer):
             sources = tuple(projection[: expected[0]] for projection in sources)
         joined = expected[0] if getattr(layer.owner, name).dim() == 2 else 0
         columns_first = layer.columns_first(name)
-        in_turn = len(sources) > 1 and self._in_turn(target)
+        in_turn = len(sources) > 1 and self._in_turn(target, any(stacked))
         weight = self._opened.plan(
             target, sources, columns_first=columns_first, joined=joined, in_turn=in_turn
         )
-        if weight.format and weight.stacked and columns_first and "weight" in sources[0][0]:
+        form, stack = weight.format, weight.stacked and columns_first
+        if form and not form.rows_first and stack and "weight" in sources[0][0]:
             _check_orientation(self._opened.files.entries[sources[0][0]["weight"]])
         if weight.shape != expected:
             raise ValueError(
@@ -360,12 +371,16 @@ class MoeOpsQuantizer(HfQuantizer):
                     scheme_for(weight, self.quantization_config.scheme)
                     self._weights[target] = weight
 
-    def _in_turn(self, target: str) -> bool:
-        """Whether rows of gate and up of a parameter take turns, and files have both apart."""
+    def _in_turn(self, target: str, stacked: bool) -> bool:
+        """Whether rows of gate and up of a parameter take turns, and files have both apart: in
+        stacks, which are what their names say, or of each expert by itself.
+        """
         owner = target.rpartition(".")[0]
         assert self._model is not None
         if getattr(self._model.get_submodule(owner), "is_concatenated", True):
             return False
+        if stacked:
+            return True
         try:
             return not gate_and_up_are_halves(self._opened.config)
         except ValueError as error:
@@ -374,22 +389,28 @@ class MoeOpsQuantizer(HfQuantizer):
     def _assign_biases(
         self, target: str, parameter: Tensor, tensors: dict[str, tuple[int, str]]
     ) -> None:
-        """Biases of experts one by one, of which the model has a stack (E, rows)."""
+        """Biases of experts one by one, or of gate and up apart, of which the model has a stack
+        (E, rows).
+        """
         name = target.rpartition(".")[2].removesuffix("_bias")
-        single: list[dict[int, Source]] = [{} for _ in conversions.projections_of(name)]
+        stacked: list[Source] = [{} for _ in conversions.projections_of(name)]
+        single: list[dict[int, Source]] = [{} for _ in stacked]
         for tensor, (projection, _) in tensors.items():
             number = conversions.expert_number(tensor)
-            assert number is not None
-            add_tensor(single[projection].setdefault(number, {}), BIAS, tensor, target)
-        sources = experts_of(target, [{} for _ in single], single)
+            own = single[projection]
+            source = stacked[projection] if number is None else own.setdefault(number, {})
+            add_tensor(source, BIAS, tensor, target)
+        sources = experts_of(target, stacked, single)
         E, rows = parameter.shape
-        expected = (rows // len(sources),)
+        batch = (E,) if any(stacked) else ()
+        expected = (*batch, rows // len(sources))
         for source in (source for projection in sources for source in projection):
             entry = self._opened.files.entries[source[BIAS]]
-            if entry.shape != expected or entry.dtype not in FLOATS or len(sources[0]) != E:
+            count = len(sources[0]) if not batch else E
+            if entry.shape != expected or entry.dtype not in FLOATS or count != E:
                 raise ValueError(
                     f"{entry} must be a floating-point bias of shape {expected}, one of {E} "
-                    f"experts, got {entry.dtype} {entry.shape} of {len(sources[0])}"
+                    f"experts, got {entry.dtype} {entry.shape} of {count}"
                 )
         self._biases[target] = sources
 
@@ -484,11 +505,12 @@ class MoeOpsQuantizer(HfQuantizer):
         dtype = model.get_parameter(target).dtype
         if target in self._biases:
             sources = self._biases[target]
-            in_turn = len(sources) > 1 and self._in_turn(target)
             read = self._opened.files.read
-            experts = zip(*sources, strict=True)
-            rows = [join_rows([read(s[BIAS], device) for s in e], in_turn) for e in experts]
-            return torch.stack(rows).to(dtype)
+            biases = [[read(source[BIAS], device) for source in p] for p in sources]
+            stacked = biases[0][0].dim() == 2
+            in_turn = len(sources) > 1 and self._in_turn(target, stacked)
+            experts = zip(*[p[0] if stacked else p for p in biases], strict=True)
+            return torch.stack([join_rows([*e], in_turn) for e in experts]).to(dtype)
         source = self._matrices[target]
         if source.keys() == {"weight"}:
             return self._opened.files.read(source["weight"], device).to(dtype)

@@ -53,13 +53,12 @@ class Format(NamedTuple):
 
 
 def describe(scheme: str) -> Format | None:
-    """The Format of a scheme's weights. None for plain weights, and for weights that the kernels
-    of
-    `gemm` multiply with activations of the same format.
+    """The Format of a scheme's weights. None for plain weights, for weights that the kernels of
+    `gemm` multiply with activations of the same format, and for those with minima.
     """
     found = get_scheme(scheme)
     desc, activation = found.weight, found.activation
-    if desc is None:
+    if desc is None or desc.minimum:
         return None
     alike = activation is not None and activation.dtype == desc.dtype in ("e4m3", "int8")
     if alike and not desc.is_mx:

@@ -38,7 +38,7 @@ def frozen(scheme: str) -> Frozen | None:
     if scheme not in SCHEMES:  # one of the user's own may have any groups
         return None
     weight, activation = SCHEMES[scheme].weight, SCHEMES[scheme].activation
-    if weight is None or weight.channel_scale:
+    if weight is None or weight.channel_scale or weight.minimum:
         return None
     alone = get_scheme(QuantScheme("its weights", weight, None)).name
     if activation is None:
@@ -56,7 +56,10 @@ def frozen(scheme: str) -> Frozen | None:
 def why_not(*weights: Weight) -> str | None:
     """Why the kernels do not run experts of these quantized weights; None if they do."""
     if any([frozen(weight.scheme) is None for weight in weights]):
-        return "its scheme has no name, channel scales, or a scale of all activations of a call"
+        return (
+            "its scheme has no name, channel scales, minima, or a scale of all activations of a "
+            "call"
+        )
     if any([w.activation_scale is not None and w.activation_scale.numel() > 1 for w in weights]):
         return "its experts have activation scales of their own"
     return None
