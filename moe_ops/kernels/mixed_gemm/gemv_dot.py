@@ -67,12 +67,27 @@ def masked_or(w, mask, magic):
 
 
 @triton.jit
+def column_by_column(sums):
+    """`sums`, after which the products of the next column are computed, in all rows. Triton 3.9
+    would compute all columns of a word row by row: ptxas then decodes the first rows of e4m3
+    before it loads the last ones, and all columns of x are in registers, in int4 121 a thread
+    instead of 72.
+    """
+    if INTERPRET:
+        return sums
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def int4_product(w, x, acc, AT: tl.constexpr):
     """acc + 2^-80 * nibble * x, with the nibble at bit AT <= 19 of w. The product of a subnormal
     number is exact like any other.
     """
     value = (w & (15 << AT)).to(tl.float32, bitcast=True)
-    return acc + value * (x * (2.0 ** (69 - AT)))[None, :]
+    return column_by_column(acc + value * (x * (2.0 ** (69 - AT)))[None, :])
 
 
 @triton.jit
@@ -97,7 +112,7 @@ def e4m3_product(w, x, acc, AT: tl.constexpr):
     """acc + 2^-74 * byte * x; the code of NaN is 480."""
     byte = w << (24 - AT)
     bits = (byte & 0x80000000) | ((byte >> 4) & 0x07F00000)
-    return acc + bits.to(tl.float32, bitcast=True) * (x * TO_X)[None, :]
+    return column_by_column(acc + bits.to(tl.float32, bitcast=True) * (x * TO_X)[None, :])
 
 
 @triton.jit
@@ -139,20 +154,6 @@ def word_products(w, x, acc, FORMAT: tl.constexpr):
         acc = e4m3_product(w, x1, acc, 8)
         acc = e4m3_product(w, x2, acc, 16)
         return e4m3_product(w, x3, acc, 24)
-
-
-@triton.jit
-def word_by_word(sums, FORMAT: tl.constexpr):
-    """`sums`, after which products of the next word are computed in all rows. Triton 3.9 computes
-    int4 and e4m3 row by row. Then all columns of x are in registers, in int4 121 a thread instead
-    of 72; in e4m3 ptxas decodes the first rows before it loads the last ones.
-    """
-    if INTERPRET or (FORMAT != "int4" and FORMAT != "e4m3"):
-        return sums
-    else:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -300,13 +301,13 @@ def chunk_products(
     w0, w2 = even.split()
     w1, w3 = odd.split()
     part = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
-    part = word_by_word(word_products(w0, x0, part, FORMAT), FORMAT)
-    part = word_by_word(word_products(w1, x1, part, FORMAT), FORMAT)
+    part = word_products(w0, x0, part, FORMAT)
+    part = word_products(w1, x1, part, FORMAT)
     total = part
     if TWO_GROUPS:
         total = scaled(part, first, FORMAT, SCALE)
         part = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
-    part = word_by_word(word_products(w2, x2, part, FORMAT), FORMAT)
+    part = word_products(w2, x2, part, FORMAT)
     part = word_products(w3, x3, part, FORMAT)
     if HAS_ZERO or FORMAT == "int4":
         tl.static_assert(not TWO_GROUPS)
