@@ -54,6 +54,19 @@ class Sums:
     PDL: Constant
 
 
+@triton.jit
+def _load(ptrs, mask, WHOLE: tl.constexpr):
+    """Numbers as fp32, zero unless `mask`; in WHOLE tiles the mask is all true. Loads without one
+    all begin before anything is computed, and the rows of a thread share those of x. With masks,
+    under Triton 3.9, the x of a thread's second row is loaded once the first row's weights are
+    there.
+    """
+    if WHOLE:
+        return tl.load(ptrs).to(tl.float32)
+    else:
+        return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
 @kernel(Sums, waits=False)
 def moe_ops_router_sums(
     sums_ptr,
@@ -79,17 +92,16 @@ def moe_ops_router_sums(
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + e.to(tl.int64)[:, None] * w_stride_e + k.to(tl.int64)[None, :] * w_stride_k
-    in_tile = (e < E)[:, None] & (k < K)[None, :]
-    w = tl.load(w_ptrs, mask=in_tile, other=0.0).to(tl.float32)
+    in_row = (k < K)[None, :]
+    w = _load(w_ptrs, (e < E)[:, None] & in_row, E % BLOCK_E == 0 and K % BLOCK_K == 0)
     columns = k.to(tl.int64)[None, :] * x_stride_k
     first = tl.program_id(2) * BLOCK_M
     column = first + tl.arange(0, BLOCK_M)[None, :]
     sums = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
     for m in tl.static_range(BLOCK_M):
         # a pointer for each row of the tile: one for all rows would go through shared memory
-        token = (first + tl.full((BLOCK_E,), m, tl.int64))[:, None]
-        x_ptrs = x_ptr + token * x_stride_m + columns
-        x = tl.load(x_ptrs, mask=in_tile & (token < M), other=0.0).to(tl.float32)
+        token = (tl.minimum(first + m, M - 1) + tl.zeros((BLOCK_E,), tl.int64))[:, None]
+        x = _load(x_ptr + token * x_stride_m + columns, in_row, K % BLOCK_K == 0)
         sums = tl.where(column == first + m, tl.sum(w * x, 1)[:, None], sums)
     sum_ptrs = sums_ptr + (split * M + column) * E + e[:, None]
     tl.store(sum_ptrs, sums, mask=(e < E)[:, None] & (column < M))
