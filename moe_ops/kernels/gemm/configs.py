@@ -244,6 +244,8 @@ def _choose_fp8(
             gemm2 = GemmConfig(64, 128, 3, 4)
             if min(rows, groups) * K <= 64 * 132:  # one block a multiprocessor: more stages
                 gemm2 = GemmConfig(64, 128, 6, 4)
+        elif x_scale == "row" and few:
+            gemm1 = gemm2 = GemmConfig(64, 128, 6, 4)
         elif x_scale == "group" and few:
             # tiles of 256 that are fewer than multiprocessors took 20.7 us of a layer on an H200
             # where those of 128 took 19.8
