@@ -43,6 +43,7 @@ from tests.support.cases import (
 E, TOP_K, KNOWN = 8, 2, 24  # experts, experts of a token, tokens whose rows alone are known
 COUNTS = (*range(1, 18), 32, 64, 256)
 MANY = (1024, 4096)
+VECTOR = 16  # fp32 numbers
 SHARED = ("fp8_tensor", "fp8_channel_tensor", "int8_w8a8_tensor", "nvfp4")  # of the whole batch
 SCHEMES = [scheme for scheme in oracle.ACTIVATIONS if scheme not in SHARED]
 SIZES = ((288, 192), (44, 52))  # K and I: whole vectors and tiles, and neither
@@ -87,8 +88,8 @@ def weights(scheme: str, dtype: torch.dtype, K: int, I: int, activation: str):  
     w13 = normal(E, N, K, seed=1, dtype=dtype) / K**0.5
     w2 = normal(E, K, I, seed=2, dtype=dtype) / I**0.5
     near = 16 if I % 16 == 0 else 4  # groups keep their scales
-    order = torch.arange(0, I, near).unsqueeze(1) + torch.randperm(near)
-    order = order.flatten()
+    order = torch.arange(0, I, near).unsqueeze(1)
+    order = (order + torch.randperm(near, generator=torch.Generator().manual_seed(3))).flatten()
     halves = (
         (slice(0, N, 2), slice(1, N, 2)) if activation == "swigluoai" else (slice(I), slice(I, N))
     )
@@ -460,8 +461,14 @@ def few_rows(a):
 layer_few_bf16 = layer._few_bf16
 
 
-def plain_activation(gate_up, activation, out):
-    out.copy_(activations.apply(gate_up, activation))
+def rounded_by_vectors(gate_up, activation, out):
+    """As a vector loop may: the elements behind the last whole vector by another formula, whose
+    last bit differs.
+    """
+    flat = activations.apply(gate_up, activation).flatten()
+    ends = flat[flat.numel() // VECTOR * VECTOR :]
+    ends.copy_(ends.nextafter(torch.tensor(math.inf)))
+    out.copy_(flat.view_as(out))
 
 
 def tiles_by_rows(a, form):
@@ -481,25 +488,22 @@ LEAKS: dict[str, tuple[object, str, Callable, tuple]] = {
         ("int8_w8a16:channel", FP32),
     ),
     "ends of vectors": (
-        *(activations, "apply_by_blocks", plain_activation),
+        *(activations, "apply_by_blocks", rounded_by_vectors),
         ("", FP32, SIZES[1], "swigluoai"),
     ),
 }
 
 
-def torch_rounds_rows_alike(leak: str) -> bool:
-    """Whether torch, on this machine, gives a row the same bits anywhere by itself."""
+def torch_multiplies_rows_alike() -> bool:
+    """Whether torch's products, on this machine, give a row the same bits anywhere."""
     x, w = normal(256, 192, seed=1), normal(288, 192, seed=2)
-    if leak == "products of a library":
-        return torch.equal(x @ w.t(), torch.cat([row @ w.t() for row in x.split(1)]))
-    x = x[:, :52].contiguous()
-    return torch.equal(x.sigmoid(), torch.cat([row.clone().sigmoid() for row in x.split(1)]))
+    return torch.equal(x @ w.t(), torch.cat([row @ w.t() for row in x.split(1)]))
 
 
 @pytest.mark.parametrize("leak", LEAKS)
 def test_the_check_sees_what_is_let_through(leak, monkeypatch):
     module, name, replacement, what = LEAKS[leak]
-    if name in ("product_of_rows", "apply_by_blocks") and torch_rounds_rows_alike(leak):
+    if name == "product_of_rows" and torch_multiplies_rows_alike():
         pytest.skip("torch gives a row the same bits anywhere on this machine")
     if name in ("_few_bf16", "can_multiply", "run") and not cpu._kernels():
         pytest.skip("no kernels were built")
