@@ -97,7 +97,7 @@ compile-matrix: venv
 	env -u TRITON_INTERPRET $(PY) benchmarks/compile_matrix.py --triton
 
 test-gpu: venv
-	MOE_OPS_FAILURES_AT_ONCE=1 $(PY) -m pytest -q -m gpu tests
+	$(PY) -m pytest -q --failures-at-once -m gpu tests
 
 # The kernels of moe_ops/csrc under compute-sanitizer's four tools; needs a GPU.
 sanitize-cuda: venv

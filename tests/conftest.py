@@ -56,10 +56,6 @@ EVERY_SCHEME = Path("matrix/test_values.py")
 PARTS = 7  # of the cases of sweeps
 # Of processor time, which a busy machine disturbs little. What a test imports first counts, too.
 MOST_SECONDS = 8.0
-# workers of pytest-xdist report to the process that started them
-TELL_FAILURES_AT_ONCE = (
-    os.environ.get("MOE_OPS_FAILURES_AT_ONCE") == "1" and "PYTEST_XDIST_WORKER" not in os.environ
-)
 
 
 def scheme_and_backend(item: pytest.Function) -> tuple[object, ...]:
@@ -76,13 +72,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=range(PARTS),
         help=f"of the cases of sweeps beside their first run one of {PARTS} parts",
     )
+    parser.addoption(
+        "--failures-at-once",
+        action="store_true",
+        help="print what failed at once, so that a run that is cut short still says it",
+    )
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Print what failed at once, so that a run that is cut short still says it."""
-    if report.failed and TELL_FAILURES_AT_ONCE:
-        text = report.longreprtext[-3000:]
-        print(f"\nFAILED {report.nodeid} ({report.when})\n{text}", flush=True)
+class FailuresAtOnce:
+    """Prints what failed when it has failed."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            text = report.longreprtext[-3000:]
+            print(f"\nFAILED {report.nodeid} ({report.when})\n{text}", flush=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # workers of pytest-xdist report to the process that started them
+    if config.getoption("failures_at_once") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce())
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
