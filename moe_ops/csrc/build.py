@@ -48,6 +48,7 @@ OLDEST_NVCC = (12, 3)  # wgmma, and C++20 on the device
 OLDEST_CUTLASS = (4, 1)
 OLDEST_NVCC_OF = {"sm_100a": (12, 8), "sm_120a": (12, 8)}  # the first that know these
 OLDEST_CUTLASS_OF = {"sm_120a": (4, 8)}  # nvcc's host code of CUTLASS 4.2 does not compile there
+INSTALL_CUTLASS = "pip install --no-deps nvidia-cutlass==4.2.0.0"
 FLAGS = ("-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-Xcompiler", "-fPIC")
 # Pointer-array kernels of CUTLASS before 4.5 do not wait for the kernel before them: launched as
 # programmatic dependents they would race. From 4.5 on they do, if this is defined.
@@ -84,11 +85,11 @@ def why_not_built() -> str | None:
     return None
 
 
-def toolchain() -> Toolchain:
+def toolchain(architecture: str = "") -> Toolchain:
     """The compiler and the headers of this machine.
 
     Raises:
-        BuildError: nvcc or CUTLASS is missing or too old.
+        BuildError: nvcc or CUTLASS is missing, or too old for a family of GPUs, or for all.
     """
     nvcc = _nvcc()
     try:
@@ -99,13 +100,18 @@ def toolchain() -> Toolchain:
     if not found:
         raise BuildError(f"{shlex.join(nvcc)} does not say its version; set CUDACXX to an nvcc")
     version = (int(found[1]), int(found[2]))
-    if version < OLDEST_NVCC:
-        oldest = ".".join(map(str, OLDEST_NVCC))
+    oldest = OLDEST_NVCC_OF.get(architecture, OLDEST_NVCC)
+    if version < oldest:
         raise BuildError(
-            f"nvcc must be {oldest} or newer, got {version[0]}.{version[1]} at "
-            f"{shlex.join(nvcc)}; install a newer CUDA toolkit, or set CUDACXX"
+            f"{_too_old('nvcc', oldest, architecture, version)} at {shlex.join(nvcc)}; install a "
+            "newer CUDA toolkit, or set CUDACXX"
         )
-    return Toolchain(nvcc, version, *_headers())
+    return Toolchain(nvcc, version, *_headers(architecture))
+
+
+def _too_old(what: str, oldest: tuple[int, int], architecture: str, found: tuple[int, int]) -> str:
+    wanted, got = [".".join(map(str, version)) for version in (oldest, found)]
+    return f"{what} must be {wanted} or newer{architecture and f' for {architecture}'}, got {got}"
 
 
 def _nvcc() -> list[str]:
@@ -129,12 +135,12 @@ def _nvcc() -> list[str]:
     return [found]
 
 
-def _headers() -> tuple[Path, tuple[int, int]]:
+def _headers(architecture: str = "") -> tuple[Path, tuple[int, int]]:
     """(folder, version) of CUTLASS's headers: those of CUTLASS_PATH, or the newest that a package
     brings.
 
     Raises:
-        BuildError: there are none, or they are too old.
+        BuildError: there are none, or they are too old for a family of GPUs, or for all.
     """
     named = os.environ.get("CUTLASS_PATH")
     if named:
@@ -150,14 +156,17 @@ def _headers() -> tuple[Path, tuple[int, int]]:
     newest = max([one for one in found if one is not None], default=None)
     if newest is None:
         raise BuildError(
-            "CUTLASS's headers are not installed; pip install --no-deps nvidia-cutlass==4.2.0.0, "
-            "or set CUTLASS_PATH to a checkout of CUTLASS"
+            f"CUTLASS's headers are not installed; {INSTALL_CUTLASS}, or set CUTLASS_PATH to a "
+            "checkout of CUTLASS"
         )
     version, folder = newest
-    if version < OLDEST_CUTLASS:
+    oldest = OLDEST_CUTLASS_OF.get(architecture, OLDEST_CUTLASS)
+    if version < oldest:
+        remedy = "set CUTLASS_PATH to a checkout of it"
+        if oldest == OLDEST_CUTLASS:
+            remedy = f"{INSTALL_CUTLASS}, or {remedy}"
         raise BuildError(
-            f"CUTLASS must be 4.1 or newer, got {version[0]}.{version[1]} at {folder}; "
-            "pip install --no-deps nvidia-cutlass==4.2.0.0"
+            f"{_too_old('CUTLASS', oldest, architecture, version)} at {folder}; {remedy}"
         )
     return folder, version
 
@@ -238,22 +247,7 @@ def build(
     Raises:
         BuildError: a tool is missing, a compiler failed, or the folder cannot be written.
     """
-    tools = toolchain()
-    oldest = OLDEST_NVCC_OF.get(architecture, OLDEST_NVCC)
-    if tools.nvcc_version < oldest:
-        wanted, found = [".".join(map(str, v)) for v in (oldest, tools.nvcc_version)]
-        raise BuildError(
-            f"nvcc must be {wanted} or newer for {architecture}, got {found} at "
-            f"{shlex.join(tools.nvcc)}; "
-            "install a newer CUDA toolkit, or set CUDACXX"
-        )
-    oldest_headers = OLDEST_CUTLASS_OF.get(architecture, OLDEST_CUTLASS)
-    if tools.cutlass_version < oldest_headers:
-        wanted, found = [".".join(map(str, v)) for v in (oldest_headers, tools.cutlass_version)]
-        raise BuildError(
-            f"CUTLASS must be {wanted} or newer for {architecture}, got {found} at "
-            f"{tools.headers}; set CUTLASS_PATH to a checkout of it"
-        )
+    tools = toolchain(architecture)
     number = architecture.removeprefix("sm_")
     flags = [*FLAGS, f"-I{tools.headers}", f"-I{SOURCES}"]
     flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]

@@ -170,9 +170,15 @@ def test_a_build_that_is_killed_leaves_nothing(tools, tmp_path):
 @pytest.mark.parametrize(
     "how, message",
     [
-        (dict(version="11.8"), "nvcc must be 12.3 or newer, got 11.8 .*; install a newer CUDA"),
+        (
+            dict(version="11.8"),
+            "nvcc must be 12.3 or newer for sm_90a, got 11.8 .*; install",
+        ),
         (dict(version="none"), "does not say its version; set CUDACXX"),
-        (dict(cutlass=(3, 9)), "CUTLASS must be 4.1 or newer, got 3.9 .*nvidia-cutlass==4.2.0.0"),
+        (
+            dict(cutlass=(3, 9)),
+            "CUTLASS must be 4.1 or newer for sm_90a, got 3.9 .*nvidia-cutlass==4.2.0.0",
+        ),
         (dict(before="echo 'no such type' >&2; exit 2"), "ended with 2: no such type"),
         (
             dict(before="echo 'No space left on device' >&2; exit 1"),
@@ -208,6 +214,9 @@ def test_nothing_to_build_with(tools, tmp_path, monkeypatch):
     tools()
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "nowhere"))
     assert "CUTLASS_PATH must hold include/cutlass/cutlass.h" in build.why_not_built()
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "cutlass_path"))
+    tools(cutlass=(3, 9))
+    assert "CUTLASS must be 4.1 or newer, got 3.9 at " in build.why_not_built()
     monkeypatch.delenv("CUTLASS_PATH")
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     assert "pip install --no-deps nvidia-cutlass==4.2.0.0" in build.why_not_built()
