@@ -79,13 +79,32 @@ def other_owners() -> list[str]:
     return sorted(found)
 
 
+def package_folder() -> Path:
+    """The folder that this package was imported from."""
+    return Path(__file__).parent
+
+
+def hidden_installation() -> str | None:
+    """Where pip installed this package, if it was imported from elsewhere: a checkout in the
+    current folder comes first. None of an editable installation, which lists no files.
+    """
+    try:
+        wheel = importlib.metadata.distribution(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if not re.search(r"^moe_ops/__init__\.py,", wheel.read_text("RECORD") or "", re.M):
+        return None
+    folder = Path(str(wheel.locate_file("moe_ops"))).resolve()
+    return None if folder == package_folder().resolve() else str(folder)
+
+
 def origin(library: Path) -> str | None:
     """Where native code comes from, in words: "brought by the wheel", "built beside the sources",
     or outside of this package's folder "built at first use". None if the file is not there.
     """
     if not os.path.isfile(library):  # False, too, where the folder may not be searched
         return None
-    package = Path(__file__).parent
+    package = package_folder()
     if package not in library.parents:
         return "built at first use"
     name = library.relative_to(package.parent).as_posix()

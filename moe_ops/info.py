@@ -57,18 +57,19 @@ DEFAULT_M = (1, 8, 64, 512, 4096)
 def facts() -> dict[str, Any]:
     """Everything ``python -m moe_ops.info --json`` prints, in types that JSON knows.
 
-    Keys: ``python``, ``versions`` (distribution -> version or None), ``cuda`` (runtime and driver,
-    or None), ``rocm`` (runtime or None), ``gpus`` (name, architecture: "SM90", "gfx942";
-    capability, [0, 0] of AMD's; memory_gib), ``accelerator`` (the type of another accelerator that
-    torch finds, such as "xpu" or "mps", or None), ``backends`` (name -> None if backend="auto"
-    may choose it for some bf16 layer here, else why not and what to do), ``takes`` (name -> the
-    schemes of these layers, of weights as they are in ``natural``, of those that need `prepare` in
-    ``prepared``), ``cpu_kernel`` (None if the CPU kernel is in use, else why not), ``kernels``
-    ("cpu" and each family of GPUs that backend cutlass has kernels for -> "brought by the wheel",
-    "built beside the sources", "built at first use", or None where there are none), ``tuning``
-    (GPU name -> number of measured problems), ``other_owners`` (other distributions that install
-    a package ``moe_ops``, which should be none), ``newer_than_tested`` (distribution -> the newest
-    version that the tests ran with, where a newer one is installed).
+    Keys: ``python``, ``imported_from`` (the folder of this package), ``installed_in`` (that of an
+    installed one that it hides, or None), ``versions`` (distribution -> version or None), ``cuda``
+    (runtime and driver, or None), ``rocm`` (runtime or None), ``gpus`` (name, architecture:
+    "SM90", "gfx942"; capability, [0, 0] of AMD's; memory_gib), ``accelerator`` (the type of
+    another accelerator that torch finds, such as "xpu" or "mps", or None), ``backends`` (name ->
+    None if backend="auto" may choose it for some bf16 layer here, else why not and what to do),
+    ``takes`` (name -> the schemes of these layers, of weights as they are in ``natural``, of those
+    that need `prepare` in ``prepared``), ``cpu_kernel`` (None if the CPU kernel is in use, else
+    why not), ``kernels`` ("cpu" and each family of GPUs that backend cutlass has kernels for ->
+    "brought by the wheel", "built beside the sources", "built at first use", or None where there
+    are none), ``tuning`` (GPU name -> number of measured problems), ``other_owners`` (other
+    distributions that install a package ``moe_ops``, which should be none), ``newer_than_tested``
+    (distribution -> the newest version that the tests ran with, where a newer one is installed).
     """
     backends, takes = _backends()
     libraries = (environment.DISTRIBUTION, *DISTRIBUTIONS, *backends_module.distributions())
@@ -76,6 +77,8 @@ def facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
+        "imported_from": str(environment.package_folder()),
+        "installed_in": environment.hidden_installation(),
         "versions": {name: environment.version(name) for name in distributions},
         "cuda": {"runtime": torch.version.cuda, "driver": environment.nvidia_driver()},
         "rocm": torch.version.hip,
@@ -140,8 +143,13 @@ def explain(
 def format_facts(found: dict[str, Any]) -> str:
     """The text form of :func:`facts`: one screen of 80 columns."""
     versions = dict(found["versions"])
-    version = versions.pop(environment.DISTRIBUTION) or "(not installed, imported from source)"
+    version, where = versions.pop(environment.DISTRIBUTION), found["imported_from"]
+    if found["installed_in"]:
+        where += f", which hides the installed {version} in {found['installed_in']}"
+        version = None
+    version = version or "(not installed, imported from source)"
     lines = [f"moe_ops {version}, {found['platform']}, Python {found['python']}"]
+    lines += _wrapped("imported from ", where)
     for other in found["other_owners"]:
         lines += _wrapped(
             "WARNING: ",
@@ -149,18 +157,18 @@ def format_facts(found: dict[str, Any]) -> str:
             f"files of this one; pip uninstall {other.split()[0]} {environment.DISTRIBUTION}, "
             "then install this one again",
         )
-    cuda = found["cuda"]
+    runtime: list[str] = []
     if found["gpus"]:
         for gpu, numbers in _alike(found["gpus"]):
             memory = f"{gpu['memory_gib']:.0f} GiB"
             lines.append(f"GPU {numbers}: {gpu['name']}, {gpu['architecture']}, {memory}")
             if note := plans.not_tested_note(gpu["architecture"]):
                 lines += _wrapped("  ", note)
-        rocm = f"ROCm {found['rocm']}"
-        nvidia = f"CUDA {cuda['runtime']}, driver {cuda['driver'] or 'unknown'}"
-        lines.append(rocm if found["rocm"] else nvidia)
+        driver = found["cuda"]["driver"] or "unknown"
+        nvidia = [f"CUDA {found['cuda']['runtime']}", f"driver {driver}"]
+        runtime = [f"ROCm {found['rocm']}"] if found["rocm"] else nvidia
     else:
-        built = f"CUDA {cuda['runtime']}" if cuda["runtime"] else "CPU"
+        built = f"CUDA {found['cuda']['runtime']}" if found["cuda"]["runtime"] else "CPU"
         lines.append(f"no CUDA device (torch is built for {built})")
         if found["accelerator"]:
             note = plans.not_tested_note(found["accelerator"])
@@ -170,7 +178,7 @@ def format_facts(found: dict[str, Any]) -> str:
         for name, newest in found["newer_than_tested"].items()
     }
     installed = [f"{name} {v}{notes.get(name, '')}" for name, v in versions.items() if v]
-    lines += _wrapped("versions: ", ", ".join(installed))
+    lines += _wrapped("versions: ", ", ".join(runtime + installed))
     if missing := [name for name, version in versions.items() if not version]:
         lines += _wrapped("not installed: ", ", ".join(missing))
     lines.append("backends that 'auto' chooses from here")

@@ -258,6 +258,25 @@ def test_other_distributions_of_this_import_name_are_named(monkeypatch, tmp_path
     assert "pip uninstall moe-ops torch-moe-ops" in text
 
 
+def test_facts_tell_what_was_imported(monkeypatch, tmp_path):
+    """A checkout in the current folder comes before what pip installed."""
+    here = str(environment.package_folder())
+    found = info.facts()
+    assert (found["imported_from"], found["installed_in"]) == (here, None)
+    assert f"\nimported from {here}\n" in info.format_facts(found)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    installed(tmp_path, "torch-moe-ops", "moe_ops/__init__.py")
+    found = info.facts()
+    assert found["installed_in"] == str(tmp_path / "moe_ops")
+    text = flat(info.format_facts(found))
+    assert text.startswith("moe_ops (not installed, imported from source), ")
+    assert f"from {here}, which hides the installed 1.5 in " in text
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "moe_ops" / "environment.py"))
+    found = info.facts()
+    assert found["installed_in"] is None
+    assert info.format_facts(found).startswith("moe_ops 1.5, ")
+
+
 def test_the_public_name_of_somebody_else_is_named_without_files(monkeypatch, tmp_path):
     """An editable installation lists none."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
