@@ -56,6 +56,15 @@ QUANTIZED_ROWS = {
     "nvfp4": H // 2 + H // 16,
     "int4_w4a16": 2 * H,
 }
+WIRE_SCHEMES = tuple(QUANTIZED_ROWS)
+COMPILED_SIZE = 2  # of a group that compiles: what takes the most time does not depend on it
+# what a quick run has instead: shares of two ranks are uneven, too
+QUICK = {
+    "E": 5,
+    "COMPILED_SIZE": 0,
+    "SCHEMES": ("", "fp8_block"),
+    "WIRE_SCHEMES": ("fp8_block", "fp8_tensor_static", "mxfp4", "int4_w4a16"),
+}
 # NVLink multicast can take the GPUs of a host out of service
 WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -544,10 +553,10 @@ def replicated(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
                     yield f"{name}, {key}", float(not same), 0.0
             if not scheme:
                 yield from replicated_gradients(layer, whole, x, mine, name)
-    yield "placements that were kept", 8.0 - moves, 3.0
+    yield "placements that were kept", 2.0 * len(SCHEMES) - moves, len(SCHEMES) - 1.0
     config = layer_config(torch.float32, AllToAll)
     layer = replicated_layer(config, rank, size, False)
-    if size == 2:
+    if size == COMPILED_SIZE:
         call = torch.compile(layer, fullgraph=True, backend="aot_eager")
         x = torch.randn(3 + rank, H) + 0.2
         with torch.no_grad():
@@ -626,7 +635,8 @@ def quantized_wire(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     may differ by the order of a sum: on CPUs other kernels take rows that arrive quantized.
     """
     config = layer_config(torch.bfloat16, AllGatherReduceScatter)
-    for scheme, expected in QUANTIZED_ROWS.items():
+    for scheme in WIRE_SCHEMES:
+        expected = QUANTIZED_ROWS[scheme]
         known = torch.tensor(0.02) if scheme in ("fp8_tensor_static", "nvfp4") else None
         w13, w2 = (
             moe_ops.quantize(w, scheme, activation_scale=known)
@@ -670,7 +680,7 @@ def quantized_wire(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             yield f"bytes of a row with gradients, {scheme}, {kind.name}", float(error), 0.0
             missing = not len(x) or bool(x.grad.abs().sum() > 0)
             yield f"gradient of x, {scheme}, {kind.name}", float(not missing), 0.0
-        if scheme == "fp8_block" and size == 2:
+        if scheme == "fp8_block" and size == COMPILED_SIZE:
             layer.dispatcher = first
             call = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
             x = t.x[t.mine].clone()
@@ -711,7 +721,7 @@ def invariant(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
                 trained = layer(t.x[mine].clone().requires_grad_())
                 yield name, float(not torch.equal(got, want[mine])), 0.0
                 yield f"{name}, trained", float(not torch.equal(trained, got)), 0.0
-                if size == 2 and kind is AllToAll and not scheme:
+                if size == COMPILED_SIZE and kind is AllToAll and not scheme:
                     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
                     yield f"{name}, compiled", float(not torch.equal(call(t.x[mine]), got)), 0.0
             off = layer(t.x[mine])
@@ -809,7 +819,7 @@ def shared_tokens(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
         for key, parameter in whole.named_parameters():
             error = difference(mine[key].grad, share(key, parameter.grad))
             yield f"{name}, gradient of {key}", error, 8 * FP32
-        if size == 2:
+        if size == COMPILED_SIZE:
             call = torch.compile(layer.eval(), fullgraph=True, backend="aot_eager")
             with torch.no_grad():
                 yield f"{name}, compiled", difference(call(x), layer(x)), 0.0
@@ -862,14 +872,14 @@ def faults(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     out = layer(x)  # of all ranks: those refused above sent nothing that would be taken for this
     dist.barrier()
     last = size - 1
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=1))
     waiting = spread_layer(config, rank, size, "linear", name="model.layers.4.mlp", group=group)
     own = layer_config(torch.float32, SymmetricMemory)
     pushing = spread_layer(own, rank, size, "linear", name="model.layers.5.mlp")
-    pushing.dispatcher = replace(pushing.dispatcher, timeout=4)
     pushing(x)
+    pushing.dispatcher = replace(pushing.dispatcher, timeout=2)
     if rank == last:
-        time.sleep(3)
+        time.sleep(2)
         return  # and end, while the others wait in another layer
     for what, call, name, most in (
         ("without the last rank", lambda: waiting(x), "model.layers.4.mlp", 10.0),
@@ -893,19 +903,23 @@ def refused(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-# by number of ranks; compiling takes the most time, and does not depend on it
 ALWAYS = (
     *(forwards, dispatched, sums, gradients, second_gradients, layers),
     *(columns, shared_tokens, replicated, quantized_wire, invariant, disagreements),
 )
-CASES = {2: (*ALWAYS, compiled), 4: (*ALWAYS, faults)}
+CASES = {COMPILED_SIZE: (*ALWAYS, compiled), 4: (*ALWAYS, faults)}  # by number of ranks
+IN_QUICK = (*ALWAYS, faults)
 ON_GPUS = (*ALWAYS, compiled, captured, pushed)
 
 
-def run_all(rank: int, size: int, folder: str, seconds: float, gpus: bool = False) -> None:
-    """All cases; what each compared goes to a file of this rank."""
+def run_all(
+    rank: int, size: int, folder: str, seconds: float, gpus: bool = False, quick: bool = False
+) -> None:
+    """All cases, or with fewer schemes; what each compared goes to a file of this rank."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if gpus else None
+    if quick:
+        globals().update(QUICK)
     if device is not None:
         global FP32
         FP32 = 1e-3  # products may be of tf32
@@ -923,7 +937,7 @@ def run_all(rank: int, size: int, folder: str, seconds: float, gpus: bool = Fals
     from tests.parallel.spread import distributed  # which takes its data from here
 
     compared = []
-    cases = ON_GPUS if gpus else CASES[size]
+    cases = IN_QUICK if quick else ON_GPUS if gpus else CASES[size]
     for case in (distributed, *cases):
         torch.manual_seed(7)  # the same data on all ranks
         start, before = time.monotonic(), len(compared)

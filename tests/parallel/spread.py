@@ -48,7 +48,7 @@ def distributed(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
             "max_num_tokens": size * MOST,
             **options,
         }
-        for scheme in ("", SCHEMES[1 + number % 3]):
+        for scheme in ("", SCHEMES[1 + number % (len(SCHEMES) - 1)]):
             name = f"distribute, {dim}, {whole_experts}, {scheme}"
             plain = model_of_layers(torch.bfloat16 if scheme else torch.float32, 128 * size)
             whole = quantize(copy.deepcopy(plain), scheme) if scheme else plain

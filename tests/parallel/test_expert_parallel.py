@@ -13,10 +13,20 @@ SECONDS = 300.0  # after which a job hangs: alone it takes a fifth of that, on a
 GPU_SECONDS = 600.0  # with kernels that are compiled first
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])  # 2 compile
-def test_ranks_agree_with_a_single_process(size, tmp_path, monkeypatch):
-    # the ranks run what a machine without a GPU runs, not Triton's interpreter
+@pytest.fixture(autouse=True)
+def no_interpreter(monkeypatch):
+    """The ranks run what a machine without a GPU runs, not Triton's interpreter."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def test_two_ranks_agree_with_a_single_process(tmp_path):
+    """With few of the schemes, and what they do when one ends."""
+    run(2, tmp_path, SECONDS, quick=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])  # 2 compile
+def test_ranks_agree_with_a_single_process(size, tmp_path):
     run(size, tmp_path, SECONDS)
 
 
@@ -28,7 +38,7 @@ def test_gpus_agree_with_one(size, tmp_path):
     run(size, tmp_path, GPU_SECONDS, gpus=True)
 
 
-def run(size, folder, seconds, gpus=False):
+def run(size, folder, seconds, gpus=False, quick=False):
     """Run all cases in as many processes, and compare what they found."""
     # All processes of the jobs come from one that has imported everything. With GPUs they cannot:
     # CUDA does not survive a fork, and what is imported may look for devices.
@@ -36,7 +46,7 @@ def run(size, folder, seconds, gpus=False):
     start = time.monotonic()
     job = torch.multiprocessing.start_processes(
         ranks.run_all,
-        (size, str(folder), seconds, gpus),
+        (size, str(folder), seconds, gpus, quick),
         nprocs=size,
         join=False,
         start_method="spawn" if gpus else "forkserver",
