@@ -5,8 +5,10 @@ are kept compiled tells apart what Triton compiles apart, and nothing else.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 from unittest import mock
@@ -260,13 +262,16 @@ VALUES = {
 
 def triton_key(one: Launch) -> tuple:
     """What Triton itself compiles a launch anew for."""
-    function = one.kernel.function
+    _, found, _ = triton_binder(one.kernel.function)(*one.args)
+    return tuple(map(str, found))
+
+
+@functools.cache
+def triton_binder(function: object) -> Callable:
     if not isinstance(function, JITFunction):  # under the interpreter
         function = JITFunction(function.fn, **function.kwargs)
     backend = make_backend(GPUTarget("cuda", 90, 32))
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    _, found, _ = bind(*one.args)
-    return tuple(map(str, found))
+    return create_function_from_signature(function.signature, function.params, backend)
 
 
 def key(one: Launch) -> tuple:
