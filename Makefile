@@ -92,16 +92,16 @@ docs: venv
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 # Every configuration of every kernel with every supported Triton, for SM80, 89, 90, 100 and 120; no GPU
-# is needed. An hour or two on two cores; the installed version's alone: benchmarks/compile_matrix.py
+# is needed. An hour or two on two cores; the installed version's alone: tools/compile_matrix.py
 compile-matrix: venv
-	env -u TRITON_INTERPRET $(PY) benchmarks/compile_matrix.py --triton
+	env -u TRITON_INTERPRET $(PY) tools/compile_matrix.py --triton
 
 test-gpu: venv
 	$(PY) -m pytest -q --failures-at-once -m gpu tests
 
 # The kernels of moe_ops/csrc under compute-sanitizer's four tools; needs a GPU.
 sanitize-cuda: venv
-	$(PY) benchmarks/sanitize_kernels.py --write
+	$(PY) tools/sanitize_kernels.py --write
 
 lint: venv
 	$(PY) -m ruff check .

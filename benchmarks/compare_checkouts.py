@@ -92,7 +92,7 @@ def cells_of(arguments: argparse.Namespace) -> dict[str, list[tuple[str, str, in
 
 def worker(folder: str) -> None:
     """Answer requests, one JSON a line: prepare a cell, replay it."""
-    sys.path[:0] = [folder, f"{folder}/benchmarks"]
+    sys.path[:0] = [folder, f"{folder}/benchmarks", f"{folder}/tools"]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to the error stream
 

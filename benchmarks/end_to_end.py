@@ -253,7 +253,7 @@ class Bench:
 
 def compile_kernels(arguments: argparse.Namespace) -> None:
     """Compile this library's kernels for all models at once."""
-    from compile_kernels import Call, RouterCall, compile_here
+    from tools.compile_kernels import Call, RouterCall, compile_here
 
     sizes = {CHECKED_TOKENS, arguments.prefill, *arguments.batch}
     sizes |= {PROMPT * batch for batch in arguments.batch}

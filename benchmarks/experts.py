@@ -273,7 +273,7 @@ def compile_ahead(cases: Sequence[Case]) -> dict[str, Future]:
 
 def compile_kernels(cases: Iterable[Case]) -> None:
     """Compile this library's kernels for all cells at once."""
-    from compile_kernels import TRITON_E2M1, Call, compile_here
+    from tools.compile_kernels import TRITON_E2M1, Call, compile_here
 
     calls = []
     for case in cases:

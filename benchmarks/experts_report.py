@@ -4,20 +4,20 @@ over floor."""
 from __future__ import annotations
 
 import functools
+import json
 import statistics
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-import vllm_sort
 from cases import ROUTINGS, SCHEMES, SHAPES
 from harness import RESULTS, format_table
-from peers import IMPLEMENTATIONS, VLLM_NAME, VLLM_US
+from peers import IMPLEMENTATIONS, MEASURED_ONCE, VLLM_NAME, VLLM_US
 from records import OURS, Results
 
 SMALL_TOKENS = 256  # means are taken up to here and above
 WORST = 8
-NAMES = (*IMPLEMENTATIONS, VLLM_NAME)
+NAMES = (*IMPLEMENTATIONS, *MEASURED_ONCE, VLLM_NAME)
 BACKENDS = tuple(name for name in IMPLEMENTATIONS if name.startswith(f"{OURS} "))
 # Okabe and Ito's colours, which colour-blind readers tell apart; shapes of the marks differ too.
 STYLES = {
@@ -69,8 +69,10 @@ def order(key: tuple) -> tuple:
 
 @functools.cache
 def _vllm_sorts() -> dict[tuple[str, int], float]:
-    """(shape, M) -> us of vLLM's sort on an H200, if it was measured."""
-    return vllm_sort.read(RESULTS, "NVIDIA H200")
+    """(shape, M) -> us of vLLM's sort on an H200, in front of the layer that its table times."""
+    path = RESULTS / "vllm_sort_NVIDIA_H200.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {(row["shape"], row["num_tokens"]): row["us"] for row in rows}
 
 
 class View:
@@ -80,7 +82,7 @@ class View:
         self.key = key
         self.rows = {
             name: results.rows[(*key, name)]
-            for name in IMPLEMENTATIONS
+            for name in (*IMPLEMENTATIONS, *MEASURED_ONCE)
             if (*key, name) in results.rows
         }
         first = self.rows.get(OURS) or next(iter(self.rows.values()))
@@ -110,7 +112,7 @@ class View:
             name: us
             for name in NAMES
             if not name.startswith(OURS) and (table or name != VLLM_NAME)
-            if name == VLLM_NAME or IMPLEMENTATIONS[name].whole_layer
+            if name not in IMPLEMENTATIONS or IMPLEMENTATIONS[name].whole_layer
             if (us := self.us(name)) is not None
         }
         return min(times, key=lambda name: times[name]) if times else None

@@ -5,7 +5,7 @@ router weights), sum.
 
 Operators come from the folder of vllm_cutlass.py. Weights are brought into Marlin's order here:
 vLLM does it by a kernel, with the same result. The wheel has these kernels for SM80 and SM120, and
-PTX that a driver compiles for SM90; thin_fatbin.py takes it compiled.
+PTX that a driver compiles for SM90.
 """
 
 from __future__ import annotations

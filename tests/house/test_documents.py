@@ -134,7 +134,7 @@ def test_documents_link_to_files_that_exist():
 def test_sources_name_documents_that_exist():
     """A comment, docstring or message never sends a reader to a document that is not there."""
     pattern = re.compile(r"(?<![\w/.])(?:docs/[\w/]+|README|DESIGN|CONTRIBUTING|CHANGELOG)\.md")
-    folders = ("moe_ops", "tests", "benchmarks", "examples", "docs")
+    folders = ("moe_ops", "tests", "benchmarks", "tools", "examples", "docs")
     for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         for target in pattern.findall(path.read_text()):
             assert (ROOT / target).exists(), f"{path.relative_to(ROOT)} names {target}"

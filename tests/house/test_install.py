@@ -180,7 +180,7 @@ def test_distribution_has_a_name_of_its_own():
 
 def test_nobody_is_told_to_install_this_from_an_index():
     """`pip install moe-ops`, with extras or without, would install another project."""
-    folders = ("moe_ops", "tests", "benchmarks", "examples", "docs", ".github", ".ci")
+    folders = ("moe_ops", "tests", "benchmarks", "tools", "examples", "docs", ".github", ".ci")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     files += [ROOT / name for name in (*documents(), "Makefile", "pyproject.toml")]
     index = re.compile(r"pip install[^\n`]*\s['\"]?(?:torch-)?moe[-_.]ops\b(?![\w/*-]*\.whl|/)")

@@ -5,7 +5,6 @@ and against the fp64 oracle."""
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,10 +52,6 @@ SCHEMAS = {
         "Tensor? maybe_expert_map) -> ()",
         "moe_sum(Tensor input, Tensor! output, Tensor? topk_ids=None, Tensor? expert_map=None) "
         "-> ()",
-        "moe_wna16_gemm(Tensor input, Tensor! output, Tensor b_qweight, Tensor b_scales, "
-        "Tensor? b_qzeros, Tensor? topk_weights, Tensor sorted_token_ids, Tensor expert_ids, "
-        "Tensor num_tokens_post_pad, int top_k, int BLOCK_SIZE_M, int BLOCK_SIZE_N, "
-        "int BLOCK_SIZE_K, int bit) -> Tensor",
         "moe_wna16_marlin_gemm(Tensor! a, Tensor? c_or_none, Tensor! b_q_weight, "
         "Tensor? b_bias_or_none, Tensor! b_scales, Tensor? a_scales, Tensor? global_scale, "
         "Tensor? b_zeros_or_none, Tensor? g_idx_or_none, Tensor? perm_or_none, "
@@ -245,19 +240,6 @@ class Operators:
         assert ids is None and expert_map is None
         out.copy_(x.float().sum(1))
 
-    def moe_wna16_gemm(
-        self, x, out, q, scale, zeros, router, pairs, experts, count, top_k, bm, bn, bk, bits
-    ):
-        assert bits == 4 and q.dtype == torch.uint8 and scale.dtype == torch.bfloat16
-        codes = torch.stack((q & 15, q >> 4), -1).flatten(-2).double()
-        group = codes.shape[-1] // scale.shape[-1]
-        zero = torch.full_like(scale, 8).double()
-        if zeros is not None:
-            zero[:, ::2], zero[:, 1::2] = zeros & 15, zeros >> 4
-        w = (codes - zero.repeat_interleave(group, -1)) * scale.repeat_interleave(group, -1)
-        multiply_aligned(out, x, w, None, pairs, experts, count, bm, top_k, router)
-        return out.new_empty(0)
-
     def moe_wna16_marlin_gemm(
         self, x, out, b, bias, scales, a_scales, factor, zeros, g_idx, perm, locks, pairs, experts,
         count, router, block, top_k, weighted, kind, m, n, k, full, atomic, fp32, zp, *threads,
@@ -357,21 +339,6 @@ def test_marlins_layer_is_called_as_its_kernels_decode(modules, monkeypatch, sch
         assert error(modules, peers.layer_of(marlin_layer), scheme, 9, name) < 0.01
 
 
-@pytest.mark.parametrize("scheme", ["int4_w4a16:g64", "int4_w4a16:g128:zp"])
-def test_vllms_wna16_layer_is_called_as_its_operator_says(modules, monkeypatch, scheme):
-    _, peers, _ = modules
-    import wna16_layer
-
-    def config(**facts):
-        assert facts["use_moe_wna16_cuda"] and facts["size_k"] == 256
-        return {"BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64}
-
-    kernels = SimpleNamespace(get_moe_wna16_block_config=config)
-    monkeypatch.setattr(wna16_layer, "load", lambda: kernels)
-    with registered():
-        assert error(modules, peers.layer_of(wna16_layer), scheme, 9) < 0.01
-
-
 def test_cells_whose_groups_do_not_fill_rows_are_left_out(modules):
     import experts
 
@@ -435,41 +402,3 @@ def test_weights_of_all_schemes_are_quantized_in_parts(modules, monkeypatch):
         whole = moe_ops.quantize(plain, scheme, activation_scale=scale)
         assert torch.equal(parts.dequantize(), whole.dequantize()), scheme
         assert parts.activation_scale == whole.activation_scale
-
-
-def test_a_library_keeps_the_code_of_one_architecture_and_what_was_assembled(
-    monkeypatch, tmp_path
-):
-    """Three fat binaries: with code for it; with PTX, which was assembled; with neither."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import struct
-
-    import thin_fatbin
-
-    def entry(kind, architecture, body):
-        head = struct.pack("<HHIQ", kind, 1, 64, len(body)).ljust(28, b"\0")
-        return (head + struct.pack("<I", architecture)).ljust(64, b"\0") + body
-
-    def binary(*entries):
-        body = b"".join(entries)
-        return struct.pack("<IHHQ", thin_fatbin.MAGIC, 1, 16, len(body)) + body
-
-    old, new, text = entry(2, 80, b"a" * 48), entry(2, 90, b"b" * 80), entry(1, 80, b"c" * 64)
-    code = binary(old, new) + binary(old, text) + binary(old)
-    names = b"\0.nv_fatbin\0"
-    head = bytearray(64)
-    struct.pack_into("<Q", head, 0x28, 64)
-    struct.pack_into("<HHH", head, 0x3A, 40, 2, 0)
-    table = struct.pack(thin_fatbin.ELF_SECTION, 0, 3, 0, 0, 144, len(names))
-    table += struct.pack(thin_fatbin.ELF_SECTION, 1, 1, 0, 0, 160, len(code))
-    data = bytes(head) + table + names.ljust(16, b"\0") + code
-    assembled = entry(2, 90, b"d" * 40)
-    (tmp_path / "1.fatbin").write_bytes(binary(assembled))
-    for folder, second in ((None, old), (tmp_path, assembled)):
-        out, left = thin_fatbin.thinned(data, 90, folder)
-        found = [[e.content for e in b.entries] for b in thin_fatbin.fat_binaries(bytes(out))]
-        assert found == [[new], [second], [old]] and len(out) == len(data)
-        assert left == len(new) + len(second) + len(old)
-    (tmp_path / "1.fatbin").write_bytes(binary(entry(2, 90, b"d" * 400)))
-    with pytest.raises(SystemExit, match="464 bytes of code, and there is room for 240"):
-        thin_fatbin.thinned(data, 90, tmp_path)

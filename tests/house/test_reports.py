@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import moe_ops
 from tests.house.test_imports import imports_at_load
@@ -67,33 +66,6 @@ def test_backends_are_compared_with_auto(tmp_path):
 def test_the_document_of_backends_is_up_to_date():
     answer = run("backends_doc.py")
     assert answer.returncode == 0, answer.stderr
-
-
-def test_vllms_sort_is_checked_and_added(tmp_path, monkeypatch):
-    """The sort's own check takes a right order only, and the report adds its time to that of
-    vLLM's table."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cases
-    import vllm_sort
-
-    ids = torch.tensor([[2, 0], [1, 2], [0, 2]], dtype=torch.int32)
-    pad = ids.numel()
-    blocks = [[1, 4], [2], [0, 3, 5]]  # pairs of each expert
-    good = torch.tensor([b + [pad] * (vllm_sort.BLOCK - len(b)) for b in blocks]).view(-1)
-    total = torch.tensor([good.numel()])
-    vllm_sort.check(total, good, ids)
-    wrong = good.clone()
-    wrong[[0, vllm_sort.BLOCK]] = wrong[[vllm_sort.BLOCK, 0]]  # two experts in a block
-    with pytest.raises(RuntimeError, match="one expert"):
-        vllm_sort.check(total, wrong, ids)
-    with pytest.raises(RuntimeError, match="every pair once"):
-        vllm_sort.check(total, good.clamp(max=4), ids)
-    assert [vllm_sort.sorts(cases.SHAPES["qwen3"], M) for M in (1, 4, 5)] == [False, False, True]
-
-    rows = [{"shape": "qwen3", "num_tokens": 8, "us": 5.0}]
-    vllm_sort.path_of(tmp_path, "NVIDIA H200").write_text(json.dumps({"rows": rows}))
-    assert vllm_sort.read(tmp_path, "NVIDIA H200") == {("qwen3", 8): 5.0}
-    assert vllm_sort.read(tmp_path, "NVIDIA H100") == {}
 
 
 def test_scripts_tell_their_options_without_libraries():

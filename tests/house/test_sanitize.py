@@ -1,4 +1,4 @@
-"""benchmarks/sanitize_kernels.py without a GPU: which kernels its calls launch, and what it makes
+"""tools/sanitize_kernels.py without a GPU: which kernels its calls launch, and what it makes
 of compute-sanitizer's words."""
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from moe_ops.kernels.launch import INTERPRETED
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from tests.support import fake_cutlass
-from tests.support.paths import BENCHMARKS
+from tests.support.paths import BENCHMARKS, TOOLS
 
 
 @pytest.fixture
 def sanitize(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(TOOLS))
     import sanitize_kernels
 
     return sanitize_kernels

@@ -2,7 +2,7 @@
 
 Compiled only: nothing runs, and no GPU is needed. Registers, spilled bytes and shared memory are
 held against limits, and a kernel that no call reaches is a fault unless there is a reason. All
-configurations, and other versions of Triton, take minutes: benchmarks/compile_matrix.py.
+configurations, and other versions of Triton, take minutes: tools/compile_matrix.py.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.support.paths import BENCHMARKS, ROOT
+from tests.support.paths import ROOT, TOOLS
 
 pytest.importorskip("triton.backends.nvidia")
 
@@ -20,7 +20,7 @@ pytest.importorskip("triton.backends.nvidia")
 @pytest.mark.parametrize("arch", [80, 90, 100, 120, "gfx942"])
 def test_kernels_compile_and_fit(arch):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(BENCHMARKS / "compile_matrix.py"), "--one", "--jobs", "1"]
+    command = [sys.executable, str(TOOLS / "compile_matrix.py"), "--one", "--jobs", "1"]
     answer = subprocess.run(
         [*command, "--arch", str(arch)], capture_output=True, text=True, cwd=ROOT, env=environment
     )
@@ -54,7 +54,7 @@ print(one.name, one.binary.asm["ptx"].count("shfl.sync"))
 def test_threads_hold_what_they_add(code, kernels, most):
     """Whatever order of dimensions a Triton prefers, 3.6 the first and later ones the last."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = [str(ROOT), str(BENCHMARKS), environment.get("PYTHONPATH", "")]
+    path = [str(ROOT), str(TOOLS), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from compile_kernels import Call, Compiled, _Driver, _empty, _weight  # noqa: E402
 from triton.runtime import driver  # noqa: E402

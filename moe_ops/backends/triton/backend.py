@@ -54,7 +54,7 @@ def _decoded(name: str) -> bool:
 
 
 _MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
-# AMD's GPUs for which benchmarks/compile_matrix.py compiles the kernels; none was run on hardware
+# AMD's GPUs for which tools/compile_matrix.py compiles the kernels; none was run on hardware
 AMD_GPUS = ("gfx942",)
 _NATIVE = (*_QUANTIZING, *sorted(name for name in _MIXED_SCHEMES if SCHEMES[name].weight_only))
 

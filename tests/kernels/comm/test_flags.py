@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 COMPILE = """
 import re
-from benchmarks import compile_kernels as c
+from tools import compile_kernels as c
 
 STEPS = r"bar\\.sync|fence\\.acq_rel\\.sys|st\\.relaxed\\.sys|st\\.global|\\bbra\\b"
 STEPS += r"|atom\\.[\\w.]*release"

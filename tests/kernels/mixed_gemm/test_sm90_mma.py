@@ -261,7 +261,7 @@ def test_search_tries_parts_that_rows_have(top_k, K, I, group):  # noqa: E741
 
 COMPILE = """
 import re
-from benchmarks import compile_kernels as c
+from tools import compile_kernels as c
 for I in (8192, 14336):  # GEMM2's rows are longer than its buffers; then all of h is there at once
     call = c.Call((8, 2, 512 if I == 8192 else 4096, I), 1, "int4_w4a16:g128")
     found = [one for one in c.compile_call(call, c.gpu_of(90), 90) if "token" in one.name]

@@ -23,7 +23,6 @@ pytest.importorskip("triton.experimental.gluon")
 
 
 import moe_ops
-from benchmarks import wgmma_registers
 from moe_ops import environment
 from moe_ops.backends.triton import mixed
 from moe_ops.kernels import configs as kernel_configs
@@ -48,6 +47,7 @@ from moe_ops.kernels.quantize.rounding import rounding_of
 from moe_ops.kernels.quantize.scales import rows_of
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.ops import relayout
+from tools import wgmma_registers
 
 WHY_NO_GLUON = environment.why_no_gluon(environment.TRITON)
 SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -407,8 +407,8 @@ def test_first_block_says_how_many_are_used(experts):
 
 
 COMPILE = """
-from benchmarks import compile_kernels as c
-from benchmarks.wgmma_registers import overwritten, product_loop
+from tools import compile_kernels as c
+from tools.wgmma_registers import overwritten, product_loop
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig, override
 gpu = c.gpu_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "int4_w4a8": "gelu"}

@@ -1,6 +1,6 @@
 """Find instructions that write registers which asynchronous products (`wgmma`) in flight use.
 
-    python benchmarks/wgmma_registers.py FILE ...   # what `nvdisasm -c` prints of a kernel
+    python tools/wgmma_registers.py FILE ...   # what `nvdisasm -c` prints of a kernel
 
 `ptxas` keeps registers of products apart from all else between instructions that follow one
 another, but not across the end of a loop: a loop whose products stay in flight must wait for them

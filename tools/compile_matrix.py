@@ -1,6 +1,6 @@
 """Compile every configuration of every Triton kernel, without a GPU.
 
-    python benchmarks/compile_matrix.py [--triton [3.6.0 ...]] [--arch 80 89 90 100 120 gfx942]
+    python tools/compile_matrix.py [--triton [3.6.0 ...]] [--arch 80 89 90 100 120 gfx942]
                                        [--one]
 
 For several architectures and versions of Triton. Calls of many shapes, schemes and numbers of
@@ -33,9 +33,9 @@ import torch
 import triton
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
-from compile_kernels import (  # noqa: E402
+from compile_kernels import (
     SHAPES,
     SHARED_MEMORY,
     AnyCall,
@@ -55,12 +55,12 @@ from compile_kernels import (  # noqa: E402
     usage,
 )
 
-from moe_ops import environment  # noqa: E402
-from moe_ops.backends.cutlass.relayout import REORDERED, SWIZZLED  # noqa: E402
-from moe_ops.backends.cutlass.schemes import BLOCK_SCALED  # noqa: E402
-from moe_ops.kernels.training.frozen import frozen  # noqa: E402
-from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1  # noqa: E402
-from moe_ops.schemes import SCHEMES  # noqa: E402
+from moe_ops import environment
+from moe_ops.backends.cutlass.relayout import REORDERED, SWIZZLED
+from moe_ops.backends.cutlass.schemes import BLOCK_SCALED
+from moe_ops.kernels.training.frozen import frozen
+from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
+from moe_ops.schemes import SCHEMES
 
 ARCHITECTURES: tuple[Arch, ...] = (80, 89, 90, 100, 120, "gfx942")
 MEASURED: dict[Arch, tuple[str, ...]] = {

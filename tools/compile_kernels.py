@@ -1,6 +1,6 @@
 """Compile the Triton kernels of a backend without a GPU and print what came out.
 
-    python benchmarks/compile_kernels.py [--arch 90] [--gpu "NVIDIA H200"] [--shape qwen3]
+    python tools/compile_kernels.py [--arch 90] [--gpu "NVIDIA H200"] [--shape qwen3]
                                          [--M 1 64] [--backend deep_gemm]
 
 The backend's launch code runs on tensors without storage, and every kernel that it would launch

@@ -1,7 +1,7 @@
 """Kernels under compute-sanitizer, at small sizes: the CUDA kernels of moe_ops/csrc, or the Triton
 kernels of training steps.
 
-    python benchmarks/sanitize_kernels.py [--calls cutlass training] [--tools memcheck racecheck]
+    python tools/sanitize_kernels.py [--calls cutlass training] [--tools memcheck racecheck]
                                           [--leave-out NAME] [--timeout 120] [--together]
                                           [--write]
 
@@ -46,9 +46,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
 from harness import RESULTS, format_table, machine_facts, relative_error, versions, write_json
 from sanitize_steps import run_steps
-from torch import Tensor
 
 import moe_ops
 from moe_ops.activations import NO_LIMIT
