@@ -58,7 +58,7 @@ from moe_ops.meta.symmetric import SymmetricLayout, packed_bytes
 from moe_ops.ops import library
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.problem import Machine, Problem
-from moe_ops.schemes import SCHEMES, get_scheme
+from moe_ops.schemes import SCHEMES, get_scheme, schemes_of_layer
 
 Arch = int | str  # 90 for an NVIDIA GPU of compute capability 9.0, "gfx942" for one of AMD
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -88,7 +88,7 @@ class Call:
 
     shape: tuple[int, int, int, int]  # E, top_k, K, I
     M: int
-    scheme: str = ""
+    scheme: str = ""  # or two, as in "int4_w4a16:g128+plain"
     dtype: torch.dtype = torch.bfloat16
     kind: str = "experts"
     activation: str = "silu"
@@ -277,10 +277,11 @@ def _empty(*size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def _weight(call: Call, rows: int, columns: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """A weight (E, rows, columns) as it is stored, and the tensors that belong to it."""
+def _weight(call: Call, name: str, rows: int, columns: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """A weight (E, rows, columns) of a scheme as it is stored, and the tensors that belong to
+    it."""
     E = call.shape[0]
-    scheme = get_scheme(call.scheme)
+    scheme = get_scheme(name)
     desc = scheme.weight
     dtype = call.dtype if desc is None else desc.storage_dtype
     if call.transposed:
@@ -365,7 +366,8 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
     activation, M = Activation(call.activation), call.M
     N = 2 * I if activation.gated else I
     kind = library.KINDS[call.kind]
-    static = (activation_of := get_scheme(call.scheme).activation) and activation_of.static
+    w13_scheme, w2_scheme = schemes_of_layer(call.scheme)
+    static = (activation_of := get_scheme(w13_scheme).activation) and activation_of.static
     scale = _empty(dtype=torch.float32) if static else None
     fields: dict[str, Any] = dict.fromkeys(kind.args._fields)
     fields |= {
@@ -378,8 +380,8 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
     fields |= {"router_weight_on_input": False, "deterministic": True, "chunk_rows": 0}
     fields["batch_invariant"] = call.batch_invariant
     fields |= {"a13_scale": scale, "a2_scale": scale, "activation_scale": scale}
-    for names, size in ((("w13", "weight"), (N, K)), (("w2",), (K, I))):
-        data, parts = _weight(call, *size)
+    of_w13, of_w2 = _weight(call, w13_scheme, N, K), _weight(call, w2_scheme, K, I)
+    for names, (data, parts) in ((("w13", "weight"), of_w13), (("w2",), of_w2)):
         for name in names:
             fields[name] = data
             fields |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
@@ -443,7 +445,7 @@ def compile_training(
     x, ids = _empty(call.M, K, dtype=dtype), _empty(call.M, top_k, dtype=torch.int32)
     weights = []
     for size in ((N, K), (K, I)):
-        data, parts = _weight(Call(call.shape, call.M, call.scheme), *size)
+        data, parts = _weight(Call(call.shape, call.M, call.scheme), call.scheme, *size)
         weights.append(Weight(data, **parts, scheme=call.scheme))
     router = _empty(call.M, top_k, dtype=torch.float32)
     biases = [_empty(E, size, dtype=dtype) if call.bias else None for size in (N, K)]

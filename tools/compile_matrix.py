@@ -100,6 +100,7 @@ LEFT_OUT_ON_AMD = {
     "_wgmma_": "holds PTX",
     "_token_gemm": "holds PTX",
     "_permute_tokens": "runs before the kernels that hold PTX",
+    "_permute_hidden": "runs between the kernels that hold PTX",
     "_round_rows": "runs between the kernels that hold PTX",
     "_tma_": "needs NVIDIA's tensor memory accelerator",
 }
@@ -134,6 +135,11 @@ def calls() -> Iterator[AnyCall]:
             yield Call(gptoss, M, scheme, kind="grouped_linear", bias=True)
             yield Call(gptoss, M, scheme, activation="swigluoai", bias=True, expert_map=True)
             yield Call(qwen3, M, scheme, activation="relu2_no_mul", ids=torch.int64)
+    for scheme in ("int4_w4a16:g128+int8_w8a16:channel", "nvfp4_w4a16+plain", "plain+mxfp4_w4a16"):
+        for size in (qwen3, gptoss, SHAPES["mixtral"]):
+            for M in (1, 8, 64, 512, 4096):
+                yield Call(size, M, scheme)
+        yield Call(qwen3, 64, scheme, kind="batched_experts")
     for scheme in ("mxfp4_w4a16", "nvfp4_w4a16"):
         for size in (qwen3, gptoss, SHAPES["mixtral"]):
             for M in TOKENS:
@@ -352,7 +358,7 @@ def why_left_out(kernel: str, arch: Arch) -> str:
         return _why_left_out_on_amd(kernel)
     if "_flashinfer_" in kernel:
         return "runs around FlashInfer's kernels, which compile_flashinfer.py compiles"
-    around = ("moe_ops_permute_tokens", "moe_ops_round_rows")
+    around = ("moe_ops_permute_tokens", "moe_ops_permute_hidden", "moe_ops_round_rows")
     if "_wgmma_" in kernel or "_token_gemm" in kernel or kernel in around:
         if arch != 90:
             return "takes part in products of wgmma or their bits, of compute capability 9.0 alone"

@@ -63,6 +63,7 @@ BACKEND = (
     "rows blocks setup grouped inputs grouped_mm chunked products",
     "scatter activate scatter_blocks activate_blocks sums",
     "layer plain groups mixed",
+    "two_schemes",
     "backend",
 )
 

@@ -13,14 +13,17 @@ plain or block-scaled weights (kernels/gemm/gemv.py), and with weights of 4 and 
 latter, more tokens take five launches on SM90, or four if they are few
 (kernels/mixed_gemm/sm90_wgmma.py), and where experts have many rows seven
 (kernels/training/sm90_packed.py). Under `batch_invariant` one token takes those of more there, or
-with 4 bits and short rows the two of sm90_mma.py. Nothing
-is allocated, and the host reads no device memory. On a machine without a GPU the kernels run under
-Triton's interpreter, if TRITON_INTERPRET=1 was set before this import.
+with 4 bits and short rows the two of sm90_mma.py. Where w13 and w2 have different schemes
+(two_schemes.py), each product is that of its own.
+
+Nothing is allocated, and the host reads no device memory. On a machine without a GPU the kernels
+run under Triton's interpreter, if TRITON_INTERPRET=1 was set before this import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -74,17 +77,26 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     elif machine.device_type == "cuda" and machine.capability < (8, 0):
         major, minor = machine.capability
         reasons.append(f"triton needs compute capability 8.0 or higher, got {major}.{minor}")
-    if problem.scheme not in SCHEMES:
+    for scheme in problem.schemes:
+        if scheme not in SCHEMES:
+            reasons.append(
+                f"triton runs the named schemes, got {scheme!r}; use backend='torch' or 'auto'"
+            )
+            return reasons
+    w13, w2 = problem.schemes
+    quantizing = [name for name in (w13, w2) if get_scheme(name).activation is not None]
+    if w13 != w2 and quantizing:
         reasons.append(
-            f"triton runs the named schemes, got {problem.scheme!r}; use backend='torch' or 'auto'"
+            "triton runs two schemes in one layer where neither quantizes activations, got "
+            f"{quantizing[0]!r}; use backend='torch' or 'auto'"
         )
-        return reasons
-    weight = SCHEMES[problem.scheme].weight
-    if weight is not None and weight.minimum:
-        reasons.append(
-            f"triton has no kernels for minima beside scales, got {problem.scheme!r}; backend "
-            "'torch' dequantizes such weights"
-        )
+    for scheme in {w13: None, w2: None}:
+        weight = SCHEMES[scheme].weight
+        if weight is not None and weight.minimum:
+            reasons.append(
+                f"triton has no kernels for minima beside scales, got {scheme!r}; backend "
+                "'torch' dequantizes such weights"
+            )
     if _needs_newer_triton(problem, machine):
         major, minor = machine.capability
         reasons.append(
@@ -126,7 +138,7 @@ def _reasons_against_amd(problem: Problem, gfx: str) -> list[str]:
     if gfx not in AMD_GPUS:
         known = " and ".join(AMD_GPUS)
         reasons.append(f"triton's kernels were compiled for {known} of AMD's GPUs, got {gfx}")
-    if problem.scheme in _MIXED_SCHEMES:
+    if not _MIXED_SCHEMES.isdisjoint(problem.schemes):
         reasons.append(
             f"triton's kernels for schemes other than {', '.join(_QUANTIZING)} hold PTX, which "
             f"needs an NVIDIA GPU, got {gfx}"
@@ -150,7 +162,7 @@ def _reasons_against_e2m1_words(problem: Problem, machine: Machine) -> list[str]
     of SM90 read them.
     """
     reasons = []
-    if not get_scheme(problem.scheme).e2m1_weight_only:
+    if not all([get_scheme(name).e2m1_weight_only for name in problem.schemes]):
         reasons.append(
             f"triton takes layout {TRITON_E2M1!r} of e2m1 weights beside 16-bit activations, got "
             f"scheme {problem.scheme!r}; {_BACK}"
@@ -193,7 +205,8 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """
     experts, K, I = problem.num_experts, problem.hidden_size, problem.intermediate_size  # noqa: E741
     h, y, rows = 0, 0, M
-    mixed = operands.describe(problem.scheme) is not None
+    scheme = problem.schemes[0]  # where w2 has another, neither quantizes activations
+    mixed = any([operands.describe(name) is not None for name in problem.schemes])
     block_m = (mixed_configs if mixed else gemm_configs).SMALLEST_BLOCK_M
     if problem.kind == "experts":
         pairs = M * problem.top_k
@@ -206,8 +219,8 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
         index = 4 * experts * cdiv(M, block_m)
     else:
         index = 4 * block_bound(M, experts + 1, block_m)
-    rounded = rounding.describe(problem.scheme) if mixed else None
-    x_scale = "" if mixed else scales.describe(problem.scheme).x
+    rounded = rounding.describe(scheme) if mixed else None
+    x_scale = "" if mixed else scales.describe(scheme).x
     if rounded is not None:
         columns = I
         if problem.kind == "experts" and rounded.SCALE == "row":  # sm90_wgmma.py takes these
@@ -231,16 +244,21 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
         if mixed and problem.kind == "experts":
             columns = mixed_configs.padded(I)
             y = mixed_configs.y_rows(pairs) * K
-        hidden = Buffer((h * columns,), problem.dtype)
+        elements = h * columns
+        if mixed and scheme == "":  # h of a plain w13, and behind it with permuted columns
+            elements = round_up(elements, mixed_configs.ALIGNMENT) + elements
+        hidden = Buffer((elements,), problem.dtype)
     return Workspaces(hidden, Buffer((y,), torch.float32), Buffer((index,), torch.int32))
 
 
 def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
     """Why the SM90 kernels for weights of 4 and 8 bits are left out of a layer that they serve."""
-    form = operands.describe(problem.scheme) if problem.kind == "experts" else None
-    if form is None or form.name not in mixed_configs.FORMATS or machine.capability[0] != 9:
+    if problem.kind != "experts" or machine.capability[0] != 9:
         return []
-    rounded = rounding.describe(problem.scheme)  # activations as these kernels take them
+    forms = [form for form in map(operands.describe, problem.schemes) if form is not None]
+    if not forms or any([form.name not in mixed_configs.FORMATS for form in forms]):
+        return []
+    rounded = rounding.describe(problem.schemes[0])  # activations as these kernels take them
     if rounded is not None and rounded.SCALE != "row":
         return []
     if (problem.dtype if rounded is None else rounded.dtype) != torch.bfloat16:
@@ -251,12 +269,22 @@ def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
 
 _PLAIN = {kind: Lazy(f"moe_ops.backends.triton.plain:{kind}") for kind in KINDS}
 _MIXED = {kind: Lazy(f"moe_ops.backends.triton.mixed:{kind}") for kind in KINDS}
+_TWO = {
+    kind: Lazy(f"moe_ops.backends.triton.two_schemes:{kind}")
+    for kind in ("experts", "batched_experts")
+}
 
 
 def _launch(kind: str) -> Callable:
     """The launcher of a kind of call, which depends on the scheme."""
     plain, mixed = _PLAIN[kind], _MIXED[kind]
-    return lambda args: (mixed if args.scheme in _MIXED_SCHEMES else plain)(args)
+    two = _TWO.get(kind, mixed)
+
+    def launch(args: Any) -> None:
+        scheme = args.scheme
+        (mixed if scheme in _MIXED_SCHEMES else plain if scheme in SCHEMES else two)(args)
+
+    return launch
 
 
 BACKEND = register(
@@ -276,4 +304,5 @@ BACKEND = register(
     adds_ranks=True,
     quantized_input=tuple([*_QUANTIZING, *filter(_decoded, SCHEMES)]),
     batch_invariant=batch_invariant,
+    two_schemes=True,
 )

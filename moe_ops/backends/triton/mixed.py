@@ -91,7 +91,7 @@ def experts(a: ExpertsArgs) -> None:
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     here = pairs_here(M * top_k, w2.E, a.global_experts)
-    if a.batch_invariant and _runs_wgmma(a, w13, w2, dtype, rounding):
+    if a.batch_invariant and runs_wgmma(a, w13, w2, dtype, rounding):
         one = configs.in_segments(w13, w2, top_k) if rounding is None else None
         w13, w2 = one or (w13, w2)
         if one and M == 1 and sm90_mma().why_not(x, w13, w2, top_k) is None:
@@ -111,7 +111,7 @@ def experts(a: ExpertsArgs) -> None:
         return run(sm90_mma().launches(a, w13, w2, activation, config, gpu), device, gpu)
     if config.kernel == SM90_PACKED:
         for part in chunks(a):
-            run(_packed_launches(part, w13, w2, activation, gpu), device, gpu)
+            run(packed_launches(part, w13, w2, activation, gpu), device, gpu)
         return
     if config.kernel == SM90_WGMMA:
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
@@ -124,7 +124,7 @@ def experts(a: ExpertsArgs) -> None:
             w13, w2 = w13.scaling_sums(), w2.scaling_sums()
         for part in chunks(a):
             layer = (w13, w2, activation, rounding, config, gpu)
-            run(_wgmma_launches(part, *layer, split_k), device, gpu)
+            run(wgmma_launches(part, *layer, split_k), device, gpu)
         return
     layer = (w13, w2, activation, rounding, config, gpu)
     if not 0 < a.chunk_rows < M:
@@ -136,7 +136,7 @@ def experts(a: ExpertsArgs) -> None:
     run_in_chunks(a, parts, lambda part, *how: _mma_launches(part, *layer, *how), behind, gpu)
 
 
-def _runs_wgmma(
+def runs_wgmma(
     a: ExpertsArgs,
     w13: MixedOperand,
     w2: MixedOperand,
@@ -151,7 +151,7 @@ def _runs_wgmma(
     return sm90_wgmma().why_not(w13, w2, dtype, (a.workspace13, a.workspace2)) is None
 
 
-def _runs_packed(
+def runs_packed(
     a: ExpertsArgs, w13: MixedOperand, w2: MixedOperand, rounding: Rounding | None
 ) -> bool:
     """Whether the kernels of training/sm90_packed.py can run a layer."""
@@ -178,18 +178,18 @@ def _config(
     wgmma = one_token = False
     here = pairs_here(M * top_k, w2.E, a.global_experts)
     many = configs.many_rows(here, w2.E, w2.K, w2.format.bits)
-    many = many and _runs_packed(a, w13, w2, rounding)
+    many = many and runs_packed(a, w13, w2, rounding)
     token = None
     if M == 1 and rounding is None:
         one_token = gemv.why_not(w13, w2) is None
         token = configs.token_facts(w13, w2)
         if token is not None and not (
-            _runs_wgmma(a, w13, w2, dtype, rounding)
+            runs_wgmma(a, w13, w2, dtype, rounding)
             and sm90_mma().why_not(a.hidden_states, w13, w2, top_k) is None
         ):
             token = None
     else:
-        wgmma = _runs_wgmma(a, w13, w2, dtype, rounding)
+        wgmma = runs_wgmma(a, w13, w2, dtype, rounding)
     prepared = a.layout != ""
     config = configs.for_experts(
         *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),
@@ -254,7 +254,7 @@ def _mma_launches(
     return launches
 
 
-def _wgmma_launches(
+def wgmma_launches(
     a: ExpertsArgs,
     w13: MixedOperand,
     w2: MixedOperand,
@@ -320,7 +320,7 @@ def _wgmma_launches(
     return [*launches, last]
 
 
-def _packed_launches(
+def packed_launches(
     a: ExpertsArgs, w13: MixedOperand, w2: MixedOperand, activation: Activated, gpu: Gpu
 ) -> list[Launch]:
     """A layer of experts, or a chunk of its tokens, by kernels/training/sm90_packed.py."""
@@ -407,7 +407,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     device = x.get_device()
     gpu = launch.gpu(device)
     scales = (a.weight_scale, a.weight_zero_point, a.weight_global_scale, a.weight_channel_scale)
-    w = _operand("weight", a.weight, scales, a.bias, a.scheme, gpu)
+    w = operand_of("weight", a.weight, scales, a.bias, a.scheme, gpu)
     K, rounding = w.K, rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     choose = configs.for_any_batch if a.batch_invariant else configs.choose
@@ -434,7 +434,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     run(launches, device, gpu)
 
 
-def _operand(
+def operand_of(
     name: str,
     data: Tensor,
     parts: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
@@ -455,8 +455,8 @@ def _weights(a: ExpertsArgs | BatchedExpertsArgs, gpu: Gpu) -> tuple[MixedOperan
     of_w13 = (a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_channel_scale)
     of_w2 = (a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_channel_scale)
     return (
-        _operand("w13", a.w13, of_w13, a.w13_bias, a.scheme, gpu, a.layout),
-        _operand("w2", a.w2, of_w2, a.w2_bias, a.scheme, gpu, a.layout),
+        operand_of("w13", a.w13, of_w13, a.w13_bias, a.scheme, gpu, a.layout),
+        operand_of("w2", a.w2, of_w2, a.w2_bias, a.scheme, gpu, a.layout),
     )
 
 

@@ -28,6 +28,7 @@ from moe_ops.kernels.configs import (
     pairs_here,
     sort_chunk,
 )
+from moe_ops.kernels.gemm import configs as gemm_configs
 from moe_ops.kernels.launch import INTERPRETED, Gpu
 from moe_ops.kernels.mixed_gemm.operands import (
     STAGES_OF_STREAMED,
@@ -52,6 +53,10 @@ MAX_TOP_K = 16  # experts of a token of sm90_mma.py
 MAX_CHUNKS = 16  # of a row with zero points, up to which sm90_mma.py is faster than gemv.py
 MAX_CHUNKS_OF_W13 = 32  # of int4, up to which sm90_mma.py was shown to be faster than gemv.py
 MAX_I_OF_PACKED = 4096  # up to which training/sm90_packed.py is faster with weights of 4 bits
+FEWEST_ROWS_OF_16 = 5  # rows an expert, from which blocks have 16 rows
+ALIGNMENT = 64  # elements of h before the same with permuted columns, whose address TMA takes
+# BLOCK_M -> rows an expert of plain weights that run in such blocks
+ROWS_OF_BLOCKS = {16: 8, 32: 20, 64: 48, 128: 128}
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
 # training/sm90_packed.py has these tiles alone: rows of a block, columns, step, stages and warps
 MANY_ROWS = LayerConfig(
@@ -204,6 +209,58 @@ def for_experts(*problem) -> LayerConfig:
     return find(_for_experts, problem)
 
 
+@lru_cache(maxsize=8192)
+def _of_two_formats(
+    rows: int,
+    groups: int,
+    K: int,
+    I: int,  # noqa: E741
+    bits: tuple[int, int],
+    dtype: torch.dtype,
+    gated: bool,
+    direct: bool,
+    wgmma: bool,
+    shared_memory: int,
+    chunk: int,
+    tables: bool = True,
+) -> LayerConfig:
+    plain, narrow = 16 in bits, [one for one in bits if one != 16]
+    if plain:  # whose kernels have blocks of 16 rows and more
+        rows = max(rows, FEWEST_ROWS_OF_16 * groups)
+    found: dict[int, LayerConfig | None] = dict.fromkeys(narrow)
+    if wgmma:
+        found = {one: choose_wgmma(rows, groups, K, I, one, chunk) for one in narrow}
+    if None in found.values():
+        facts = (dtype, direct and not plain, shared_memory)
+        found = {one: choose(rows, groups, K, I, one, *facts) for one in narrow}
+    chosen = [one for one in found.values() if one is not None]
+    block_m, kernel = min([one.block_m for one in chosen]), chosen[0].kernel
+    if plain:
+        sizes = (groups, K, I, dtype.itemsize, False, shared_memory, "", "", gated)
+        of_rows = gemm_configs.choose(rows, *sizes)
+        if of_rows.block_m != block_m:
+            of_rows = gemm_configs.choose(ROWS_OF_BLOCKS[block_m] * groups, *sizes)
+        chosen.insert(bits.index(16), of_rows)
+    first, second = chosen[0], chosen[-1]
+    return LayerConfig(
+        *(first.gemm1, second.gemm2, block_m, chunk, kernel),
+        direct=direct,
+        split_k=second.split_k,
+    )
+
+
+def of_two_formats(*problem) -> LayerConfig:
+    """Config of a layer whose weights have different formats: the tiles of each product are those
+    of a layer in its format, in blocks of one size.
+
+    Arguments: pairs here, experts here, K, I, bits of w13 and of w2 (16: a plain weight), dtype,
+    whether the activation is gated, whether one token runs without a table of blocks, whether the
+    kernels of sm90_wgmma.py run weights of 4 and 8 bits, bytes of shared memory, and pairs that
+    the sorting kernel handles at a time.
+    """
+    return find(_of_two_formats, problem)
+
+
 def many_rows(rows: int, experts: int, I: int, bits: int) -> bool:  # noqa: E741
     """Whether a layer of so many rows is faster by training/sm90_packed.py, whose blocks of 128
     rows share a decoded weight.
@@ -309,6 +366,26 @@ def _choose_gemv(
         GEMV,
         direct=True,
     )
+
+
+@lru_cache(maxsize=1024)
+def _gemv_of_two_formats(
+    top_k: int,
+    K: int,
+    I: int,  # noqa: E741
+    bits: tuple[int, int],
+    chunk: int,
+    tables: bool = True,
+) -> LayerConfig:
+    first, second = [_choose_gemv(top_k, K, I, one, chunk) for one in bits]
+    return first._replace(gemm2=second.gemm2)
+
+
+def gemv_of_two_formats(*problem) -> LayerConfig:
+    """Config of the kernels of gemv.py for weights of different formats. Arguments: top_k, K, I,
+    bits of w13 and of w2, and pairs that the sorting kernel would handle at a time.
+    """
+    return find(_gemv_of_two_formats, problem)
 
 
 def token_slots(top_k: int) -> int:

@@ -386,6 +386,14 @@ def why_not(w13: MixedOperand, w2: MixedOperand) -> str | None:
     return _why_not(w2.format, (w13.K, w2.K), (w13.stride, w2.stride), factors)
 
 
+def why_not_one(w: MixedOperand) -> str | None:
+    """`why_not` of one weight, in its natural layout, beside one of another format."""
+    if w.data.data_ptr() % CHUNK:
+        return "gemv takes weights that begin at multiples of 16 bytes"
+    factor = w.strides.w_factor_stride_n
+    return _why_not(w.format, (w.K, w.K), (w.stride, w.stride), (factor, factor))
+
+
 def _strides(w: MixedOperand) -> GemvStrides:
     stride_e, stride_n, _ = w.stride
     se, sn, sg, ze, zn, zg, fe, _, be, bn = w.strides

@@ -123,9 +123,12 @@ def permuted_column(column, BITS: tl.constexpr):
 def permuted_column_of_row(
     column, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr, X_BITS: tl.constexpr
 ):
-    """Index of a column within its row after the fragment permutation."""
-    BITS: tl.constexpr = permutation_bits(K_CHUNK, W_BITS, X_BITS)
-    return column // K_CHUNK * K_CHUNK + permuted_column(column % K_CHUNK, BITS)
+    """Index of a column within its row after the fragment permutation; of W_BITS 16 none."""
+    if W_BITS == 16:
+        return column
+    else:
+        BITS: tl.constexpr = permutation_bits(K_CHUNK, W_BITS, X_BITS)
+        return column // K_CHUNK * K_CHUNK + permuted_column(column % K_CHUNK, BITS)
 
 
 @triton.jit
@@ -419,6 +422,49 @@ def moe_ops_permute_tokens(
 
 
 @arguments
+class PermuteHidden:
+    out: Pointer  # (S, I in whole chunks), written
+    h: Pointer  # (S, I)
+    I: Specialized
+    chunks: Chunks
+    BLOCK_K: Constant  # columns of a program
+    PDL: Constant
+
+
+@kernel(PermuteHidden)
+def moe_ops_permute_hidden(
+    out_ptr,
+    h_ptr,
+    I,  # noqa: E741
+    K_CHUNK: tl.constexpr,
+    W_BITS: tl.constexpr,
+    X_BITS: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows of h, which a GEMM1 of plain weights has written, with permuted columns. Grid: (rows,
+    column tiles).
+    """
+    gdc_wait(PDL)
+    gdc_launch_dependents(PDL)  # GEMM2 reads the sorting kernel's output before gdc_wait
+    m = tl.program_id(0).to(tl.int64)
+    out_column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    columns = I  # of a row in whole chunks
+    column = out_column
+    if TAIL:
+        columns = tl.cdiv(I, K_CHUNK) * K_CHUNK
+        column = tl.where(out_column < columns - K_CHUNK, out_column, out_column - (columns - I))
+    ok = out_column < columns
+    own = ok  # in an overlapping last chunk, columns that belong to the chunk before are zero
+    if TAIL:
+        own = ok & ((out_column < columns - K_CHUNK) | (column >= columns - K_CHUNK))
+    h = tl.load(h_ptr + m * I + column, mask=own, other=0.0)
+    h = permute_columns(h, K_CHUNK, W_BITS, X_BITS)
+    tl.store(out_ptr + m * columns + out_column, h, mask=ok)
+
+
+@arguments
 class RoundRows:
     out: Pointer  # (rows, K) e4m3 and their negatives, written by `store_signed`
     scale: Pointer  # (rows,) fp32, written
@@ -496,7 +542,7 @@ def store_hidden(
     bias_stride_e, bias_stride_n, alpha, beta, limit,
     ACTIVATION: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     HAS_LIMIT: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr, H_CHUNK: gl.constexpr,
-    H_TAIL: gl.constexpr, BLOCK_N: gl.constexpr,
+    H_BITS: gl.constexpr, H_TAIL: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """GEMM1's end: h of a tile, of the positions before `end` that are not before `first`."""
     BLOCK_M: gl.constexpr = acc.shape[1]
@@ -540,17 +586,16 @@ def store_hidden(
     if H_TAIL:
         columns = gl.cdiv(I, H_CHUNK) * H_CHUNK
     h_ptrs = h_ptr + gl.expand_dims(position.to(gl.int64) * columns, 0)
-    W_BITS: gl.constexpr = weight_bits(FORMAT)
     X_BITS: gl.constexpr = operand_bits(FORMAT)
     if H_TAIL:  # zeros meet the columns of the last chunk that are of the chunk before, too
         missing = columns - I
         in_tail = column >= columns - H_CHUNK
-        place = permuted_column_of_row(column, H_CHUNK, W_BITS, X_BITS)
+        place = permuted_column_of_row(column, H_CHUNK, H_BITS, X_BITS)
         zeros = gl.zeros_like(h).to(h_ptr.dtype.element_ty)
         zero_ptrs = h_ptrs + gl.expand_dims(place, 1)
         gl.store(zero_ptrs, zeros, mask=ok & gl.expand_dims(in_tail, 1))
         column = gl.where(in_tail, column + missing, column)
-    h_ptrs += gl.expand_dims(permuted_column_of_row(column, H_CHUNK, W_BITS, X_BITS), 1)
+    h_ptrs += gl.expand_dims(permuted_column_of_row(column, H_CHUNK, H_BITS, X_BITS), 1)
     gl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=ok)
 
 
@@ -652,8 +697,8 @@ def store_tile(
     acc, more, of_tile, out, columns, index_ptr, num_blocks, scales, factors, biases, x_scale_ptr,
     PAIRS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
     INTERLEAVED: gl.constexpr, HAS_LIMIT: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
-    SPLIT_K: gl.constexpr, H_CHUNK: gl.constexpr, H_TAIL: gl.constexpr, BLOCK_M: gl.constexpr,
-    MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_WARPS: gl.constexpr,
+    SPLIT_K: gl.constexpr, H_CHUNK: gl.constexpr, H_BITS: gl.constexpr, H_TAIL: gl.constexpr,
+    BLOCK_M: gl.constexpr, MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """A GEMM's end: h of a tile (H_CHUNK) or y, of BLOCK_M and of MORE_M positions."""
     pair, more_pair, e, first, end, n = of_tile
@@ -668,7 +713,8 @@ def store_tile(
                 factor_ptr, bias_ptr, x_scale_ptr, index_ptr, num_blocks, top_k, weights_ptr,
                 weights_stride_m, weights_stride_k, columns, scale_stride_e, scale_stride_n,
                 factor_stride_e, factor_stride_n, bias_stride_e, bias_stride_n, alpha, beta, limit,
-                ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, H_CHUNK, H_TAIL, BLOCK_N,
+                ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, H_CHUNK, H_BITS, H_TAIL,
+                BLOCK_N,
             )  # fmt: skip
     else:
         y_ptr, S = out
@@ -691,10 +737,10 @@ def consumer(
     biases, products_ptr, x_scale_ptr,
     ACTIVATION: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     HAS_LIMIT: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr,
-    SPLIT_K: gl.constexpr, H_CHUNK: gl.constexpr, H_TAIL: gl.constexpr, K_CHUNK: gl.constexpr,
-    BLOCK_M: gl.constexpr, MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr, OVERLAP: gl.constexpr,
-    STREAM: gl.constexpr, SEGMENTS: gl.constexpr, UNSORTED: gl.constexpr,
+    SPLIT_K: gl.constexpr, H_CHUNK: gl.constexpr, H_BITS: gl.constexpr, H_TAIL: gl.constexpr,
+    K_CHUNK: gl.constexpr, BLOCK_M: gl.constexpr, MORE_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr, STREAM: gl.constexpr, SEGMENTS: gl.constexpr, UNSORTED: gl.constexpr,
 ):  # fmt: skip
     """The consumer warps: this program's first tile, and those that the producer hands to them."""
     HAS_ZERO: gl.constexpr = zeros[0] is not None
@@ -738,7 +784,7 @@ def consumer(
         store_tile(
             acc, more_acc, of_tile, out, columns, index_ptr, num_blocks, scales, factors, biases,
             x_scale_ptr, PAIRS, ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE,
-            SPLIT_K, H_CHUNK, H_TAIL, BLOCK_M, MORE_M, BLOCK_N, NUM_WARPS,
+            SPLIT_K, H_CHUNK, H_BITS, H_TAIL, BLOCK_M, MORE_M, BLOCK_N, NUM_WARPS,
         )  # fmt: skip
 
 
@@ -774,6 +820,7 @@ def run_tiles(
     SCALE_GROUP: gl.constexpr,
     SPLIT_K: gl.constexpr,
     H_CHUNK: gl.constexpr,  # 0: of y
+    H_BITS: gl.constexpr,
     H_TAIL: gl.constexpr,
     K_CHUNK: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -849,8 +896,8 @@ def run_tiles(
                 handed, e, first, end, n, out, columns, K, index_ptr, num_blocks, scales, zeros,
                 factors, biases, products_ptr, x_scale_ptr,
                 ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, SCALE_GROUP, SPLIT_K,
-                H_CHUNK, H_TAIL, K_CHUNK, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS,
-                OVERLAP, STREAM, SEGMENTS, MAX_UNSORTED_PAIRS > 0,
+                H_CHUNK, H_BITS, H_TAIL, K_CHUNK, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+                NUM_WARPS, OVERLAP, STREAM, SEGMENTS, MAX_UNSORTED_PAIRS > 0,
             )),
             (producer, (
                 x, x_more, w, w_scales, (x_smem, more_smem, w_smem, s_smem, full, empty), handed,
@@ -870,6 +917,7 @@ class HiddenRows(NamedTuple):
 
     h: Pointer  # (S, I in whole chunks), columns permuted as GEMM2 takes them
     H_CHUNK: Constant  # GEMM2's K_CHUNK
+    H_BITS: Constant  # bits of an element of w2; 16: plain, which takes columns in their order
     H_TAIL: Constant  # GEMM2's last chunk overlaps the one before
 
 
@@ -926,6 +974,7 @@ class Gemm1:
 def moe_ops_wgmma_gemm1(
     h_ptr,
     H_CHUNK: gl.constexpr,
+    H_BITS: gl.constexpr,
     H_TAIL: gl.constexpr,
     x,
     x_more,
@@ -1007,8 +1056,8 @@ def moe_ops_wgmma_gemm1(
         (w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g),
         (w_factor_ptr, w_factor_stride_e, w_factor_stride_n),
         (bias_ptr, bias_stride_e, bias_stride_n), products_ptr, x_scale_ptr,
-        ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, SCALE_GROUP, 1, H_CHUNK, H_TAIL,
-        K_CHUNK, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM,
+        ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, SCALE_GROUP, 1, H_CHUNK, H_BITS,
+        H_TAIL, K_CHUNK, BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM,
         SEGMENTS, GROUP_M, MAX_UNSORTED_PAIRS, PDL,
     )  # fmt: skip
 
@@ -1104,9 +1153,9 @@ def moe_ops_wgmma_gemm2(
         (w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g),
         (w_factor_ptr, w_factor_stride_e, w_factor_stride_n),
         (bias_ptr, bias_stride_e, bias_stride_n), products_ptr, x_scale_ptr,
-        "", False, False, False, FORMAT, SCALE, SCALE_GROUP, SPLIT_K, 0, False, K_CHUNK, BLOCK_M,
-        MORE_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS, GROUP_M,
-        MAX_UNSORTED_PAIRS, PDL,
+        "", False, False, False, FORMAT, SCALE, SCALE_GROUP, SPLIT_K, 0, 0, False, K_CHUNK,
+        BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS,
+        GROUP_M, MAX_UNSORTED_PAIRS, PDL,
     )  # fmt: skip
 
 
@@ -1442,6 +1491,21 @@ def permute_tokens(
     return Launch(moe_ops_permute_tokens, grid, args, block.num_warps)
 
 
+def permute_hidden(out: Tensor, h: Tensor, rows: int, w2: MixedOperand, gpu: Gpu) -> Launch:
+    """Permute columns of h (rows, I) for `w2`, where GEMM1 left them in their order."""
+    I, k_chunk = w2.K, w2.k_chunk  # noqa: E741
+    args = PermuteHidden(
+        out=out,
+        h=h,
+        I=I,
+        chunks=Chunks(k_chunk, w2.format.bits, 16, I % k_chunk > 0),
+        BLOCK_K=PERMUTED_COLUMNS,
+        PDL=gpu.pdl,
+    )
+    grid = (rows, cdiv(w2.padded_k, PERMUTED_COLUMNS), 1)
+    return Launch(moe_ops_permute_hidden, grid, args, 4)
+
+
 def round_h(
     rounding: Rounding, rows: int, w2: MixedOperand, workspace: Tensor, gpu: Gpu
 ) -> Hidden:
@@ -1471,7 +1535,7 @@ def gemm1(
     h: Tensor,  # (pairs, I in whole chunks), columns permuted for w2
     x: Tensor,
     w13: MixedOperand,
-    w2: MixedOperand,
+    w2: MixedOperand | None,  # None: plain, which takes columns of h in their order
     routing: PairRouting,
     topk_weights: RouterWeights,  # that scale the input
     activation: Activated,
@@ -1485,9 +1549,14 @@ def gemm1(
     halves = 2 if gated and not activation.INTERLEAVED else 1
     pairs, pair_strides = routing
     w, w_scales, pointers, strides, prepared = _operand(w13, halves, config, block_m, 1, pairs)
-    I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
+    if w2 is None:
+        I = w13.N // 2 if gated else w13.N  # noqa: E741
+        hidden = HiddenRows(h, w13.k_chunk, 16, False)
+    else:
+        I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
+        hidden = HiddenRows(h, h_chunk, w2.format.bits, I % h_chunk > 0)
     args = Gemm1(
-        hidden=HiddenRows(h, h_chunk, I % h_chunk > 0),
+        hidden=hidden,
         descriptors=_descriptors(prepared, x, w, w_scales),
         pointers=pointers,
         products=products_on(w13),

@@ -223,7 +223,7 @@ def test_mixed_schemes_run_one_kernel_of_sm90(scheme, I):  # noqa: E741
     in int4 has kernels of its own, which take the same chunks of columns and sum as many parts of
     a row apart.
     """
-    with mock.patch.object(mixed, "_runs_wgmma", lambda *_: True):
+    with mock.patch.object(mixed, "runs_wgmma", lambda *_: True):
         on = [computed("experts", scheme, BF16, M, True, 512, I) for M in COUNTS]
     of_token = [scheme.startswith("int4_w4a16") and M == 1 for M in COUNTS]
     chunks = []  # K tiles of one and two of them gave the same bits on an H100

@@ -105,14 +105,14 @@ def test_who_does_not(of, options):
 @pytest.mark.parametrize("name", ["workspace13", "workspace2"])
 def test_workspaces_begin_where_tma_reads(name):
     case = Case("cpu", BF16, "fp8_w8a16:channel", "silu", M=1024, **SIZES)
-    runs, answers = mixed._runs_packed, []
+    runs, answers = mixed.runs_packed, []
 
     def shifted(a, *layer):
         where = torch.empty(getattr(a, name).numel() + 1)[1:]
         answers.append((runs(a, *layer), runs(a._replace(**{name: where}), *layer)))
         return False
 
-    with mock.patch.object(mixed, "_runs_packed", shifted):
+    with mock.patch.object(mixed, "runs_packed", shifted):
         launches_of(case)
     assert answers == [(True, False)]
 
@@ -204,7 +204,7 @@ def test_values(scheme, activation):
     with (
         kernel_configs.override(configs.MANY_ROWS) as seen,
         mock.patch.object(case, "args_for", lambda _: case.args),  # prepared weights do not run so
-        mock.patch.object(mixed, "_packed_launches", wraps=mixed._packed_launches) as used,
+        mock.patch.object(mixed, "packed_launches", wraps=mixed.packed_launches) as used,
     ):
         case.check("triton")
     assert used.called and seen

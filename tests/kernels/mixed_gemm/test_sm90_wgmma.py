@@ -72,7 +72,7 @@ def columns_at(k_chunk: int, bits: int, x_bits: int = 16) -> torch.Tensor:
     return sm90_wgmma.permute_columns.fn(torch.arange(k_chunk), k_chunk, bits, x_bits)
 
 
-def chunks_of(K: int, k_chunk: int) -> torch.Tensor:
+def chunks_of(K: int, k_chunk: int, bits: int = 4) -> torch.Tensor:
     """(chunks, k_chunk) columns of a row as the mainloop takes it, -1 for a zero: the last chunk
     is of the row's last columns, and those of the one before it are zeros."""
     columns = torch.arange(-(-K // k_chunk) * k_chunk).view(-1, k_chunk)
@@ -81,7 +81,7 @@ def chunks_of(K: int, k_chunk: int) -> torch.Tensor:
         columns[-1] = torch.where(
             columns[-1] - columns[-1, 0] < missing, -1, columns[-1] - missing
         )
-    return columns[:, columns_at(k_chunk, 4)]
+    return columns[:, columns_at(k_chunk, bits)]
 
 
 def permute(
@@ -145,6 +145,25 @@ def test_permute_tokens(K, k_chunk):
         out[valid], torch.where(columns < 0, 0, x[pairs[valid] // top_k][:, columns])
     )
     assert out[~valid].isnan().all()
+
+
+@pytest.mark.parametrize("I, k_chunk", [(1280, 128), (192, 64), (192, 128), (1216, 128)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_permute_hidden(I, k_chunk, bits):  # noqa: E741
+    """The columns that permute_tokens gives x, in the rows where they are."""
+    h, columns = torch.randn(7, I).to(BF16), chunks_of(I, k_chunk, bits).flatten()
+    out = torch.full((7, len(columns)), float("nan"), dtype=BF16)
+    args = sm90_wgmma.PermuteHidden(
+        out=out,
+        h=h,
+        I=I,
+        chunks=sm90_wgmma.Chunks(k_chunk, bits, 16, I % k_chunk > 0),
+        BLOCK_K=sm90_wgmma.PERMUTED_COLUMNS,
+        PDL=False,
+    )
+    grid = (7, -(-len(columns) // sm90_wgmma.PERMUTED_COLUMNS), 1)
+    sm90_wgmma.moe_ops_permute_hidden.function[grid](*args)
+    assert torch.equal(out, torch.where(columns < 0, 0, h[:, columns]))
 
 
 ROUNDING, E4M3_DTYPE = rounding_of("int4_w4a8"), torch.float8_e4m3fn
