@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
+from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
+
 Config = dict[str, Any]
 VALUES_ONLY = "values_only"  # added to the Config of a matrix whose activations do not matter
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# weights of mxfp8 beside activations that stay as they are
+MXFP8_ALONE = get_scheme(QuantScheme("mxfp8_w8a16", SCHEMES["mxfp8"].weight, None)).name
 
 
 _SHORT = reprlib.Repr()
@@ -27,6 +31,7 @@ class Matrix:
     rows: int  # N
     columns: int  # K
     batch: tuple[int, ...] = ()  # leading dimensions, (E,) of a stack
+    as_model: bool = False  # a stack lies as the model's parameter, perhaps (E, K, N)
 
 
 def shape_of(tensors: dict, role: str, *dims: int) -> tuple[int, ...]:

@@ -369,6 +369,7 @@ _ALGORITHMS: dict[str, tuple[Config, Config | None]] = {
     # written whether or not activations were quantized, without a word of them
     "MXFP4": (_args("float", 4, "group", 32), None),
     "W8A16": (_args("int", 8, "channel"), None),
+    "W8A8_SQ_PER_CHANNEL": (_args("int", 8, "channel"), _args("int", 8, "tensor")),
 }
 
 

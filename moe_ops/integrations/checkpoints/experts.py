@@ -19,9 +19,16 @@ from torch import Tensor
 
 from moe_ops import environment
 from moe_ops.integrations.checkpoints import files, floats
-from moe_ops.integrations.checkpoints.common import VALUES_ONLY, shape_of
+from moe_ops.integrations.checkpoints.common import FLOATS, VALUES_ONLY, require, shape_of
 from moe_ops.integrations.checkpoints.configs import check_transforms, config_for
-from moe_ops.integrations.checkpoints.formats import ALIASES, ROLES, Format, Matrix, format_of
+from moe_ops.integrations.checkpoints.formats import (
+    ALIASES,
+    FACTORS,
+    ROLES,
+    Format,
+    Matrix,
+    format_of,
+)
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors import from_quantized, quantize
 
@@ -46,7 +53,7 @@ class Weight:
     scheme: str  # "" for plain weights
     shape: tuple[int, int, int]
     stacked: bool  # the files hold (E, N, K), not E matrices
-    columns_first: bool = False  # a stacked plain weight lies as (E, K, N)
+    columns_first: bool = False  # a stack lies as (E, K, N)
     values_only: bool = False  # it is read for its values: activations stay as they are
     in_turn: bool = False  # rows of the projections take turns, of each expert by itself
     ids: range | None = None  # read these experts alone; None: all
@@ -187,7 +194,8 @@ class Checkpoint:
         Args:
             name: for messages.
             sources: `[projection][expert]`, as in `Weight`.
-            columns_first: a stacked plain weight lies as (E, K, N).
+            columns_first: the model's stack is (E, K, N), and so are plain weights and those of
+                formats that leave it so.
             joined: a plain matrix holds this many experts, one after the other: (E * N, K) or,
                 with columns_first, (E * K, N).
             values_only: it will be dequantized, so that what the configuration says of
@@ -235,7 +243,7 @@ class Checkpoint:
                 f"for each expert, got {rows}"
             )
         stacked = bool(first.batch) or joined > 0
-        columns_first = columns_first and stacked and form is None
+        columns_first = columns_first and stacked and (form is None or first.as_model)
         count = first.batch[0] if first.batch else joined or len(sources[0])
         shape = (count, rows // joined if joined else rows, first.columns)
         if columns_first:
@@ -331,13 +339,15 @@ class Checkpoint:
 
     def _quantized(self, weight: Weight, scheme: str, device: Any) -> Iterator[dict[str, Tensor]]:
         """The quantized matrices of a weight, one expert at a time, projections stacked."""
-        rows = scheme in BY_ROWS.values()
+        rows = get_scheme(scheme).quantized_weight.group.is_row
         convert = _by_rows if rows else dict
         if weight.stacked:
             first = tuple(projection[0] for projection in weight.sources)
             stacks = [self._convert(weight, source, device) for source in first]
             for e in range(len(weight.experts)):
                 parts = [{n: t[e] if t.dim() else t for n, t in s.items()} for s in stacks]
+                if weight.columns_first:
+                    parts = [p | {"qdata": p["qdata"].T} for p in parts]
                 parts = [_by_rows(p) for p in parts] if rows else parts
                 yield self._join(parts, first, weight.in_turn)
             return
@@ -351,6 +361,7 @@ class Checkpoint:
 
     def _convert(self, weight: Weight, source: Source, device: Any) -> dict[str, Tensor]:
         assert weight.format is not None
+        source = {role: tensor for role, tensor in source.items() if role != FACTORS}
         tensors = self._read(source, device, weight)
         try:
             parts = weight.format.convert(
@@ -434,6 +445,7 @@ class Checkpoint:
                     f"{tensor} in {self.files.unknown[tensor]} must have a dtype that torch has"
                 )
         entries = {role: self.files.entries[tensor] for role, tensor in source.items()}
+        factors = entries.pop(FACTORS) if values_only and FACTORS in entries else None
         form = format_of(entries, self._where(source))
         try:
             if form is None:
@@ -441,7 +453,10 @@ class Checkpoint:
                 dims = () if values_only and len(entries["weight"].shape) > 1 else (2, 3)
                 *batch, rows, columns = shape_of(entries, "weight", *dims)
                 return None, Matrix("", rows, columns, tuple(batch))
-            return form, form.describe(entries, self._config(form, source, values_only))
+            matrix = form.describe(entries, self._config(form, source, values_only))
+            if factors is not None:
+                require({FACTORS: factors}, FACTORS, (matrix.columns,), *FLOATS)
+            return form, matrix
         except ValueError as error:
             raise ValueError(f"{self._where(source)}: {error}") from error
 
@@ -486,11 +501,17 @@ class Checkpoint:
     def matrix(self, name: str, source: Source, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
         """The values of one quantized matrix (N, K) outside the experts, in ``dtype``."""
         weight = self.plan(name, ((source,),), values_only=True)
-        return self.load(weight, device=device, dtype=dtype).dequantize()[0]
+        if FACTORS not in source:
+            return self.load(weight, device=device, dtype=dtype).dequantize()[0]
+        factors = self.files.read(source[FACTORS], device).to(torch.float32)
+        if not factors.isfinite().all():
+            raise ValueError(f"{self.files.entries[source[FACTORS]]} must be finite")
+        values = self.load(weight, device=device, dtype=torch.float32).dequantize()[0]
+        return values.mul_(factors).to(dtype)
 
 
 def _by_rows(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One matrix with a scale for each row, if it has one for all."""
+    """One matrix (N, K) with a scale for each row, if it has one for all."""
     scale = parts["scale"]
     return parts if scale.dim() else parts | {"scale": scale.expand(len(parts["qdata"]), 1)}
 

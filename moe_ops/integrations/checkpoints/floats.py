@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops.integrations.checkpoints.common import (
     FLOATS,
+    MXFP8_ALONE,
     VALUES_ONLY,
     Config,
     Matrix,
@@ -78,7 +79,7 @@ _FP8 = {
         "float8 token dynamic": "fp8_channel",
     },
     "block": {"": "fp8_w8a16:block", "float8 group128 dynamic": "fp8_block"},
-    "group": {"float8 group32 dynamic": "mxfp8"},
+    "group": {"float8 group32 dynamic": "mxfp8", "": MXFP8_ALONE},
 }
 _INT8 = {
     "": "int8_w8a16:channel",
@@ -103,12 +104,15 @@ def describe_scaled(t: dict, config: Config) -> Matrix:
             f"128 x 128 block or, in e8m0, for each 32 of a row, got "
             f"{shape_of(t, 'weight_scale')} {t['weight_scale'].dtype}"
         )
+    # ModelOpt leaves stacks as the model has them, and calls an expert a channel
+    of_modelopt = str(config.get("quant_method")).lower().startswith("modelopt")
+    as_model = of_modelopt and bool(batch) and (element, shared) == ("float8", "tensor")
     check_weights(
         config,
         type=(element[:-1],),
         num_bits=(8,),
         symmetric=(True,),
-        strategy=(shared,),
+        strategy=(shared, "channel") if as_model else (shared,),
         block_structure=([128, 128], (128, 128), "128x128"),
         group_size=(-1,) if shared != "group" else (32,),
     )
@@ -124,7 +128,7 @@ def describe_scaled(t: dict, config: Config) -> Matrix:
         default=default,
         input_scale="input_scale",
     )
-    return Matrix(name, n, k, tuple(batch))
+    return Matrix(name, n, k, tuple(batch), as_model)
 
 
 def _is_int8(t: dict) -> bool:
@@ -145,7 +149,7 @@ def _shared_by(t: dict, config: Config) -> str:
         return "block"
     if scale in ((*batch, n, 1), (*batch, n)):
         return "channel"
-    return "tensor" if math.prod(scale) == math.prod(batch) else ""
+    return "tensor" if math.prod(scale) in (1, math.prod(batch)) else ""
 
 
 def convert_scaled(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
@@ -153,14 +157,12 @@ def convert_scaled(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     if "weight_zero_point" in t and t["weight_zero_point"].float().any():
         raise ValueError("weight_zero_point must be zero: fp8 and int8 schemes are symmetric")
     scale = t["weight_scale"]
-    if matrix.scheme == "mxfp8":
+    if matrix.scheme in ("mxfp8", MXFP8_ALONE):
         return {"qdata": t["weight"], "scale": scale.view(torch.uint8)}
     if not matrix.scheme.startswith("int8_w8a16"):
         scale = scale.float()
-    if matrix.scheme.startswith(("fp8_tensor", "fp8_w8a16:tensor")):
-        scale = scale.reshape(matrix.batch)
-    elif _shared_by(t, config) == "tensor":
-        scale = scale.reshape(*matrix.batch, 1, 1).repeat_interleave(matrix.rows, -2)
+    if _shared_by(t, config) == "tensor":
+        scale = scale.flatten().expand(math.prod(matrix.batch)).reshape(matrix.batch)
     elif _shared_by(t, config) == "channel":
         scale = scale.reshape(*matrix.batch, matrix.rows, 1)
     elif scale.dim() > t["weight"].dim():  # ModelOpt's blocks

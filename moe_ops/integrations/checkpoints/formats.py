@@ -94,6 +94,16 @@ def _convert_weight_packed(t: dict[str, Tensor], config: Config) -> dict[str, Te
     return (integers.convert_packed if is_words else floats.convert_mxfp4)(t, config)
 
 
+def _describe_scaled(t: dict, config: Config) -> Matrix:
+    unpacked = integers.is_unpacked(t, config)
+    return (integers.describe_unpacked if unpacked else floats.describe_scaled)(t, config)
+
+
+def _convert_scaled(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    unpacked = integers.is_unpacked(t, config)
+    return (integers.convert_unpacked if unpacked else floats.convert_scaled)(t, config)
+
+
 FORMATS = (
     Format(
         "fine-grained fp8",
@@ -139,8 +149,8 @@ FORMATS = (
         "fp8 or int8 with weight_scale",
         ("weight", "weight_scale"),
         ("weight_zero_point", "input_scale"),
-        floats.describe_scaled,
-        floats.convert_scaled,
+        _describe_scaled,
+        _convert_scaled,
         (torch.float8_e4m3fn, torch.int8),
     ),
     Format(
@@ -177,8 +187,11 @@ ROLES = tuple(sorted({role for f in FORMATS for role in (*f.required, *f.optiona
 ALIASES = {"scale": "weight_scale_inv", "qscale_weight": "weight_scale_inv"}
 
 
+# Factors of columns, by which ModelOpt's AWQ and SmoothQuant divided a matrix and multiply the
+# activations. A matrix that becomes plain is multiplied by them instead.
+FACTORS = "pre_quant_scale"
 _REFUSED = {
-    "pre_quant_scale": "AWQ's factors would have to multiply each column of the activations; "
+    FACTORS: "AWQ's factors would have to multiply each column of the activations; "
     "quantize without AWQ, or let the exporter fold them into what comes before",
     "qdata": "moe_ops wrote this file; load it by from_pretrained or moe_ops.tensors.unflatten",
 }

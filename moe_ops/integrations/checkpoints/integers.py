@@ -1,4 +1,5 @@
-"""Checkpoints of integers in int32 words: GPTQ, AWQ and compressed-tensors' pack-quantized.
+"""Checkpoints of integers in int32 words: GPTQ, AWQ and compressed-tensors' pack-quantized; and
+of its int-quantized, integers of 4 bits in int8.
 
 Dimensions: N rows (outputs), K columns (inputs), g columns of one scale group. See `formats` for
 what describe and convert are.
@@ -22,6 +23,7 @@ from moe_ops.integrations.checkpoints.common import (
     shown,
 )
 from moe_ops.integrations.checkpoints.packings import AWQ_ORDER, pack_nibbles, unpack_int32
+from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
 
 _ACT_ORDER = (
     "{} must be off: with it neighbouring columns belong to different scale groups, so every row "
@@ -79,6 +81,41 @@ def convert_packed(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     if zero is not None:  # the last word may hold rows that are not there
         zero = unpack_int32(zero, bits, -2)[..., : t["weight_packed"].shape[-2], :]
     return _integers(unpack_int32(t["weight_packed"], bits, -1), zero, t["weight_scale"], bits)
+
+
+def is_unpacked(t: dict, config: Config) -> bool:
+    """Whether int8 elements are integers of 4 bits, as the configuration says."""
+    bits = (config.get("weights") or {}).get("num_bits")
+    return t["weight"].dtype == torch.int8 and bits == 4
+
+
+def describe_unpacked(t: dict, config: Config) -> Matrix:
+    """int-quantized of 4 bits: int8 elements from -8 to 7, a scale for a group or a row."""
+    check_weights(config, type=("int",), symmetric=(True,), strategy=("group", "channel"))
+    *batch, n, k = shape_of(t, "weight", 2, 3)
+    groups = shape_of(t, "weight_scale", 2, 3)[-1]
+    require(t, "weight_scale", (*batch, n, groups), *FLOATS)
+    args = config["weights"]
+    size = args.get("group_size") if args.get("strategy", "group") == "group" else -1
+    alone = "int4_w4a16" + group_variant(k, groups, size, (32, 64, 128))
+    schemes = {"": alone}
+    for rounded, like in (
+        ("float8 token dynamic", "fp8_channel"),
+        ("int8 token dynamic", "int8_w8a8"),
+    ):
+        scheme = QuantScheme(f"{alone} {like}", SCHEMES[alone].weight, SCHEMES[like].activation)
+        schemes[rounded] = get_scheme(scheme).name
+    name = scheme_of(t, config, schemes, "4-bit weights in int8", default="")
+    return Matrix(name, n, k, tuple(batch))
+
+
+def convert_unpacked(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    if "weight_zero_point" in t and t["weight_zero_point"].any():
+        raise ValueError("weight_zero_point must be zero: the weights are said to be symmetric")
+    low, high = t["weight"].aminmax()
+    if low < -8 or high > 7:
+        raise ValueError(f"weight must be in -8..7, integers of 4 bits, got {low}..{high}")
+    return _integers((t["weight"] + 8).view(torch.uint8), None, t["weight_scale"], 4)
 
 
 def _integers(codes: Tensor, zero: Tensor | None, scale: Tensor, bits: int) -> dict[str, Tensor]:

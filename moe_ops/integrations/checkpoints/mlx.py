@@ -11,21 +11,17 @@ from torch import Tensor
 
 from moe_ops.integrations.checkpoints.common import (
     FLOATS,
+    MXFP8_ALONE,
     Config,
     Matrix,
     require,
     shape_of,
     shown,
 )
-from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
 
 # mode -> group_size and bits where nothing is said
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
-_SCHEMES = {
-    "mxfp4": "mxfp4_w4a16",
-    "nvfp4": "nvfp4_w4a16",
-    "mxfp8": get_scheme(QuantScheme("mxfp8_w8a16", SCHEMES["mxfp8"].weight, None)).name,
-}
+_SCHEMES = {"mxfp4": "mxfp4_w4a16", "nvfp4": "nvfp4_w4a16", "mxfp8": MXFP8_ALONE}
 
 
 def describe(t: dict, config: Config) -> Matrix:

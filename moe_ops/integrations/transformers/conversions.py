@@ -13,7 +13,7 @@ from typing import Any
 from transformers import core_model_loading as loading
 
 from moe_ops.integrations.checkpoints.experts import BIAS, Checkpoint
-from moe_ops.integrations.checkpoints.formats import ALIASES, ROLES, format_of
+from moe_ops.integrations.checkpoints.formats import ALIASES, FACTORS, ROLES, format_of
 from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.tensors import ExpertTensor
 
@@ -205,11 +205,11 @@ def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> l
     for tensor in checkpoint.files.entries:
         module, _, text = tensor.rpartition(".")
         role = ALIASES.get(text, text)
-        if role in ROLES:
+        if role in ROLES or role == FACTORS:
             modules.setdefault(module, {})[role] = tensor
     readers: dict[str, dict[str, str]] = {}  # end of a parameter's name -> pattern -> role
     for module, tensors in modules.items():
-        entries = {role: checkpoint.files.entries[tensor] for role, tensor in tensors.items()}
+        entries = {r: checkpoint.files.entries[t] for r, t in tensors.items() if r != FACTORS}
         if entries.keys() == {"weight"} or not _is_quantized(entries):
             continue
         target, pattern = loading.rename_source_key(f"{module}.weight", renamings, experts)

@@ -35,7 +35,7 @@ from moe_ops.integrations.checkpoints.experts import (
     module_of,
     scheme_for,
 )
-from moe_ops.integrations.checkpoints.formats import ROLES, why_refused
+from moe_ops.integrations.checkpoints.formats import FACTORS, ROLES, why_refused
 from moe_ops.integrations.checkpoints.headers import Entry
 from moe_ops.integrations.checkpoints.json_files import parse_object
 from moe_ops.integrations.transformers import conversions
@@ -53,7 +53,7 @@ from moe_ops.tensors.checks import check_groups
 # of attention's cache, or of its products: no weight depends on them
 _OF_THE_CACHE = {f"{of}_{what}" for of in "qkv" for what in ("scale", "zero_point", "bias")}
 _OF_THE_CACHE |= {"output_scale", "output_zero_point"}
-_SCALES = {*ROLES, "pre_quant_scale"} - {"weight"}
+_SCALES = {*ROLES, FACTORS} - {"weight"}
 
 
 @auto.register_quantizer(METHOD)
@@ -346,7 +346,8 @@ class MoeOpsQuantizer(HfQuantizer):
             target, sources, columns_first=columns_first, joined=joined, in_turn=in_turn
         )
         form, stack = weight.format, weight.stacked and columns_first
-        if form and not form.rows_first and stack and "weight" in sources[0][0]:
+        known = weight.columns_first or (form is not None and form.rows_first)
+        if form and stack and not known and "weight" in sources[0][0]:
             _check_orientation(self._opened.files.entries[sources[0][0]["weight"]])
         if weight.shape != expected:
             raise ValueError(
@@ -637,9 +638,10 @@ def _check_orientation(entry: Entry) -> None:
     """Raise for a stack of which shapes cannot tell whether its columns come first."""
     if entry.dtype != torch.uint8:
         raise ValueError(
-            f"{entry} must hold experts one by one, or pairs of e2m1, got a stack of "
-            f"{entry.dtype} for a model that keeps columns before rows: nothing says which of the "
-            "two the file has; load the plain checkpoint with MoeOpsConfig(scheme)"
+            f"{entry} must hold experts one by one, pairs of e2m1, or in ModelOpt's files e4m3 "
+            f"with a scale for each expert or for all, got a stack of {entry.dtype} for a model "
+            "that keeps columns before rows: of others nothing says which of the two the file "
+            "has; load the plain checkpoint with MoeOpsConfig(scheme)"
         )
 
 

@@ -552,7 +552,6 @@ def test_biases_of_other_matrices_and_scales_of_the_cache(tmp_path):
 BESIDE = {
     "expert": (f"{LAST}.up_proj.pre_quant_scale", "AWQ's factors"),
     "stack": ("model.layers.1.mlp.experts.gate_up_proj_pre_quant_scale", "AWQ's factors"),
-    "attention": ("model.layers.0.self_attn.o_proj.pre_quant_scale", "AWQ's factors"),
     "outputs": (f"{LAST}.up_proj.output_scale", "does not know how the weight depends"),
     "low rank": (f"{LAST}.down_proj.svdquant_lora_a", "does not know how the weight depends"),
     "plain": ("model.layers.0.mlp.gate.weight_scale", "does not know how the weight depends"),

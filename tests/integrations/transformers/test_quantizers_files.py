@@ -10,6 +10,7 @@ import torch
 from tests.support.writers import (
     AWQ,
     GPTQ,
+    MXFP8,
     NVFP4,
     WRITERS,
     AWQWriter,
@@ -23,7 +24,7 @@ from tests.support.writers import (
 )
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
+files = pytest.importorskip("safetensors.torch")
 
 from moe_ops.integrations.checkpoints import Checkpoint
 from tests.integrations.transformers.test_from_pretrained import (
@@ -236,6 +237,14 @@ class SymmetricAWQ(AWQWriter):
         return tensors, values.numpy()
 
 
+class MXFP8Scaled(MXFP8):
+    """compressed-tensors' name of the scales."""
+
+    def matrix(self, n, k):
+        tensors, values = super().matrix(n, k)
+        return tensors | {"weight_scale": tensors.pop("weight_scale_inv")}, values
+
+
 class ModelOptMXFP4(MXFP4Packed):
     config = {"quant_method": "modelopt", "quant_algo": "mxfp4"}
 
@@ -266,7 +275,32 @@ NV_ACT = MX_ACT | {"act_data_type": "nv_fp4_with_static_gs", "act_group_size": 1
 INT8 = {"quant_method": "modelopt", "quant_algo": "W8A16"}
 GPTQMODEL = GPTQ(sym=True).config | {"method": "gptq", "hyb_act": False, "format": "gptq"}
 
+FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+TOKEN = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
+
+
+class Unpacked(Writer):
+    """compressed-tensors' int-quantized of 4 bits: in int8, a bf16 scale for a group."""
+
+    def matrix(self, n, k):
+        q = torch.from_numpy(self.rng.integers(-8, 8, (n, k)).astype("int8"))
+        s = torch.from_numpy(self.scales(n, k // 128)).bfloat16()
+        return {"weight": q, "weight_scale": s}, double(q) * double(s).repeat(128, 1)
+
+
+def unpacked(kind):
+    activations = kind and TOKEN | {"type": kind}
+    return configure(Unpacked(), **compressed("int-quantized", FOUR, activations))
+
+
+MXFP8A16 = compressed(
+    "mxfp8-quantized", FOUR | {"num_bits": 8, "type": "float", "group_size": 32}, None
+)
 FILES = {
+    "w4afp8": (unpacked("float"), "custom:int4,1x128,same:e4m3,1xall,f32,dynamic"),
+    "w4a8": (unpacked("int"), "custom:int4,1x128,same:int8,1xall,f32,dynamic"),
+    "w4a16 in int8": (unpacked(None), "int4_w4a16:g128"),
+    "mxfp8a16": (configure(MXFP8Scaled(), **MXFP8A16), "custom:e4m3,1x32,e8m0,ceil"),
     "gptqmodel": (configure(GPTQ(sym=True), **GPTQMODEL), "int4_w4a16:g128"),
     "symmetric awq": (SymmetricAWQ(), "int4_w4a16:g64"),
     "autoround mxfp4": (configure(MXFP4Packed(), **AUTO_ROUND, **MX, **MX_ACT), "mxfp4"),
@@ -288,6 +322,24 @@ def test_values_and_schemes_of_tools(case, tmp_path):
     loaded = load(tmp_path)
     assert {w.scheme for w in weights_of(loaded).values()} == {scheme}
     assert_same_values(loaded, original)
+
+
+def test_integers_of_four_bits_in_int8(tmp_path):
+    writer = copy.deepcopy(unpacked("float"))
+    original = qwen(1)
+    requantize(tmp_path, writer, original)
+    loaded = load(tmp_path, "int4_w4a16:g128")  # the same weights, which kernels run
+    assert relative(logits(loaded), logits(original)) < 1e-5
+    # activations are rounded to e4m3, a scale for a token
+    assert 1e-3 < relative(logits(load(tmp_path)), logits(original)) < 0.1
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    rewrite(tmp_path, lambda t: t[name][3].fill_(8))
+    with pytest.raises(ValueError, match=f"{name} in .* must be in -8..7, .* got -8..8"):
+        load(tmp_path)
+    asymmetric = FOUR | {"symmetric": False}
+    set_config(tmp_path, compressed("int-quantized", asymmetric, TOKEN | {"type": "float"}))
+    with pytest.raises(ValueError, match="symmetric of weights must be True"):
+        load(tmp_path)
 
 
 REFUSED = {
@@ -368,6 +420,138 @@ def test_stacks_of_modelopt_have_pairs_along_the_columns(tmp_path):
     loaded = load(tmp_path)
     assert {w.scheme for w in weights_of(loaded).values()} == {"nvfp4"}
     assert_same_values(loaded, original)
+
+
+def llama4():
+    config = transformers.Llama4TextConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_hidden_layers=1,
+        num_local_experts=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=96,
+        moe_layers=[0],
+    )
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 3:
+                p.normal_()
+    return model
+
+
+def fp8_stacks(folder, original, algorithm, scales, **more):
+    """ModelOpt's, which lie as the model's: (E, K, N), with one scale or one for each expert."""
+    save_plain(original, folder)
+    generator = torch.Generator().manual_seed(1)
+
+    def change(tensors):
+        for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+            weight = original.get_parameter(name)
+            codes = torch.randn(weight.shape, generator=generator) * 40
+            codes = codes.to(torch.float8_e4m3fn)
+            scale = 0.002 + 0.003 * torch.rand(scales, generator=generator)
+            weight.data = (codes.double() * scale.double().view(*scales, 1, 1)).float()
+            tensors[name], tensors[f"{name}_weight_scale"] = codes, scale
+            tensors |= {f"{name}_{role}": value.clone() for role, value in more.items()}
+
+    rewrite(folder, change)
+    set_config(folder, {"quant_method": "modelopt", "quant_algo": algorithm})
+
+
+FP8_STACKS = {
+    "FP8": ((), {"input_scale": torch.tensor(0.02)}, "fp8_tensor_static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ((4,), {}, "fp8_channel"),
+}
+
+
+@pytest.mark.parametrize("algorithm", FP8_STACKS)
+@pytest.mark.parametrize("make", [gpt_oss, llama4])
+def test_fp8_stacks_of_modelopt_lie_as_the_models(make, algorithm, tmp_path):
+    original, (scales, more, scheme) = make(), FP8_STACKS[algorithm]
+    fp8_stacks(tmp_path, original, algorithm, scales, **more)
+    loaded = load(tmp_path)
+    assert {w.scheme for w in weights_of(loaded).values()} == {scheme}
+    assert_same_values(loaded, original)
+
+
+def test_other_stacks_of_models_with_columns_first_are_refused(tmp_path):
+    """Nobody is known to write them, so nothing says whether rows or columns come first."""
+    fp8_stacks(tmp_path, gpt_oss(), "FP8", (), input_scale=torch.tensor(0.02))
+    set_config(tmp_path, compressed("float-quantized", TENSOR, TENSOR))
+    with pytest.raises(ValueError, match="down_proj in .* must hold experts one by one, pairs of"):
+        load(tmp_path)
+    integers = TENSOR | {"type": "int"}
+    set_config(tmp_path, compressed("int-quantized", integers, integers | {"dynamic": True}))
+
+    def change(tensors):
+        for name in [n for n in tensors if tensors[n].dtype == torch.float8_e4m3fn]:
+            tensors[name] = tensors[name].view(torch.int8)
+        for name in [n for n in tensors if n.endswith("input_scale")]:
+            del tensors[name]
+
+    rewrite(tmp_path, change)
+    with pytest.raises(ValueError, match="down_proj in .* of torch.int8 for a model that keeps"):
+        load(tmp_path)
+
+
+class SmoothQuant(Writer):
+    """ModelOpt's W8A8_SQ_PER_CHANNEL: x is multiplied by factors of the columns and rounded by a
+    static scale; the matrix was divided by them.
+    """
+
+    config = {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}
+    factors = True
+
+    def matrix(self, n, k):
+        q = torch.from_numpy(self.rng.integers(-127, 128, (n, k)).astype("int8"))
+        scale = torch.from_numpy(self.scales(n) / 10).float()
+        tensors = {"weight": q, "weight_scale": scale, "input_scale": torch.tensor(0.02)}
+        values = double(q) * double(scale)[:, None]
+        if self.factors:
+            factors = torch.from_numpy(self.scales(k) * 100).bfloat16()
+            tensors["pre_quant_scale"] = factors
+            values = values * double(factors)
+        return tensors, values
+
+
+def test_smoothed_attention_and_experts_without_factors(tmp_path):
+    original = qwen(1)
+    save_plain(original, tmp_path)
+    requantize(tmp_path, SmoothQuant(), original, "self_attn")
+    plain = configure(SmoothQuant(), **SmoothQuant.config)
+    plain.factors = False
+    more = {}
+
+    def experts(tensors):
+        other = qwen(1)
+        requantize(tmp_path / "other", plain, other, "experts")
+        more.update({n: p for n, p in other.named_parameters() if "experts" in n})
+        stored = files.load_file(tmp_path / "other" / "model.safetensors")
+        for name in [n for n in tensors if ".experts." in n]:
+            del tensors[name]
+        tensors.update({n: t for n, t in stored.items() if ".experts." in n})
+
+    rewrite(tmp_path, experts)
+    for name, values in more.items():
+        original.get_parameter(name).data = values.data
+    loaded = load(tmp_path)
+    assert {w.scheme for w in weights_of(loaded).values()} == {"int8_w8a8_static"}
+    assert_same_values(loaded, original)
+    k_proj = "model.layers.0.self_attn.k_proj.pre_quant_scale"
+    rewrite(tmp_path, lambda t: t.update({k_proj: t[k_proj][:-1]}))
+    with pytest.raises(ValueError, match=r"pre_quant_scale must have shape \(256,\), got \(255,"):
+        load(tmp_path)
+
+
+def test_smoothed_experts_are_refused(tmp_path):
+    requantize(tmp_path, SmoothQuant(), qwen(1))
+    with pytest.raises(ValueError, match="pre_quant_scale .* must be absent: .* multiply each"):
+        load(tmp_path)
 
 
 def test_torchao_attention_beside_plain_experts(tmp_path):
