@@ -119,10 +119,11 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         num_experts, hidden_size, width = self.down_proj.shape
-        held = getattr(self.down_proj, "scheme", "") or self.down_proj.dtype
+        first, second = [getattr(w, "scheme", "") or w.dtype for w in (self.w13, self.down_proj)]
+        held = f"and down_proj in {second}"
         return (
             f"num_experts={num_experts}, hidden_size={hidden_size}, intermediate_size={width}, "
-            f"{self.w13_name} and down_proj in {held}"
+            f"{self.w13_name} {held if first == second else f'in {first} {held}'}"
         )
 
 

@@ -18,7 +18,7 @@ from moe_ops.kernels.mixed_gemm import configs
 from moe_ops.planning import machine as machines
 from tests.support.cases import BF16, FP16, FP32, Case, check_batched, refill
 from tests.support.fake_cuda import H200
-from tests.support.paths import BENCHMARKS, ROOT
+from tests.support.paths import ROOT, TOOLS
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs triton's interpreter")
 PAIRS = (
@@ -89,7 +89,7 @@ gemm1 mixed_gemm2 combine
 @pytest.mark.slow
 def test_kernels_on_hopper():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = [str(ROOT), str(BENCHMARKS), environment.get("PYTHONPATH", "")]
+    path = [str(ROOT), str(TOOLS), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     command = [sys.executable, "-c", LISTED]
     answer = subprocess.run(command, capture_output=True, text=True, env=environment)
