@@ -101,12 +101,9 @@ def _config(
         direct = direct and not wgmma
     else:
         direct = M == 1
-        # GEMM2 of plain weights reads the table of blocks, which few pairs do without
         narrow = w13 if isinstance(w13, MixedOperand) else w2
         assert isinstance(narrow, MixedOperand), (w13, w2)
-        if not configs.max_unsorted_pairs(M * top_k, E):
-            wgmma = mixed.runs_wgmma(a, narrow, narrow, dtype, None)
-            direct = direct and not wgmma
+        wgmma = not direct and mixed.runs_wgmma(a, narrow, narrow, dtype, None)
     facts = (dtype, activation.GATED, direct, wgmma, gpu.shared_memory, chunk)
     return configs.of_two_formats(rows, E, K, I, bits, *facts)
 
@@ -120,7 +117,8 @@ def _launches(
     gpu: Gpu,
 ) -> list[Launch]:
     """A layer of experts, or a chunk of its tokens, of which one weight is plain or other kernels
-    than those of sm80_mma.py do not run.
+    than those of sm80_mma.py do not run. Kernels of plain weights read the table of blocks, so
+    that a kernel sorts few pairs, too.
     """
     ids, x, block_m = a.topk_ids, a.hidden_states, config.block_m
     (M, top_k), E, K, I = ids.shape, a.w2.shape[0], a.out.shape[1], _columns(w2)  # noqa: E741
@@ -142,8 +140,8 @@ def _launches(
         permuted = flat(a.workspace2, x.dtype, pairs * configs.padded(K))
         permute = (permuted, rows_of(x), w13, of_pairs, NO_ROUTER_WEIGHTS, None, None)
         launches += (
-            wgmma.permute_tokens(*permute, block_m, gpu),
-            wgmma.gemm1(h.data, permuted, w13, None, of_pairs, *how),
+            wgmma.permute_tokens(*permute, block_m, gpu, routed=True),
+            wgmma.gemm1(h.data, permuted, w13, None, of_pairs, *how, routed=True),
         )
     else:
         launches.append(_gemm1(h, rows_of(x), w13, a.w13_bias, routing, *how))
@@ -154,7 +152,9 @@ def _launches(
         y = flat(a.workspace2, torch.float32, split_k * pairs * K)
         launches += (
             wgmma.permute_hidden(permuted, h.data, pairs, w2, gpu),
-            wgmma.gemm2(y, permuted, w2, of_pairs, config.gemm2, block_m, split_k, gpu),
+            wgmma.gemm2(
+                y, permuted, w2, of_pairs, config.gemm2, block_m, split_k, gpu, routed=True
+            ),
         )
     else:
         second = (w2, a.w2_bias, routing, config.gemm2, block_m, gpu)

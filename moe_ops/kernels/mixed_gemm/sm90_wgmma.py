@@ -1386,6 +1386,11 @@ def _prepare(
     )
 
 
+def _routed(tile: WgmmaTile) -> WgmmaTile:
+    """The tile of a GEMM that reads the table of blocks, also of few pairs."""
+    return tile._replace(MAX_UNSORTED_PAIRS=0)
+
+
 class _Operand(NamedTuple):
     """A weight as a GEMM takes it."""
 
@@ -1453,10 +1458,11 @@ def permute_tokens(
     out_scale: Tensor | None,  # of quantized rows
     block_m: int,
     gpu: Gpu,
+    routed: bool = False,  # a sorting kernel ran before, also for few pairs
 ) -> Launch:
     """Sort rows of x by expert, and permute their columns for `w13`. They are rounded, or decoded
     if they arrive quantized. For at most `max_unsorted_pairs` it also sorts pairs into blocks of
-    `block_m` rows.
+    `block_m` rows, unless they are `routed`.
 
     For few pairs (`pair_bucket`) the kernel writes before gdc_wait, so that the kernel before it
     must not use its output.
@@ -1484,7 +1490,7 @@ def permute_tokens(
         chunks=Chunks(k_chunk, w13.format.bits, w13.wgmma_format.x_bits, K % k_chunk > 0),
         BLOCK_K=block.columns,
         PAIR_BUCKET=pair_bucket(S),
-        TABLE_BLOCK_M=block_m if max_unsorted_pairs(S, pairs.E) else 0,
+        TABLE_BLOCK_M=0 if routed or not max_unsorted_pairs(S, pairs.E) else block_m,
         PDL=gpu.pdl,
     )
     grid = (S, cdiv(w13.padded_k, block.columns), 1)
@@ -1543,6 +1549,7 @@ def gemm1(
     block_m: int,
     gpu: Gpu,
     x_scale: Tensor | None = None,  # (pairs,) fp32
+    routed: bool = False,  # as of `permute_tokens`
 ) -> Launch:
     """h = activation(x @ w13.T + bias), with rows of x times their scales."""
     gated = activation.GATED
@@ -1569,7 +1576,7 @@ def gemm1(
         strides=strides,
         activation=activation,
         decoding=prepared.decoding,
-        tile=prepared.tile,
+        tile=prepared.tile if not routed else _routed(prepared.tile),
         PDL=gpu.pdl,
     )
     block_i = config.block_n // 2 if gated else config.block_n
@@ -1587,6 +1594,7 @@ def gemm2(
     split_k: int,
     gpu: Gpu,
     h_scale: Tensor | None = None,  # (pairs,) fp32
+    routed: bool = False,  # as of `permute_tokens`
 ) -> Launch:
     """y (split_k, pairs, N), whose sum over split_k is h @ w2.T + bias, with rows of h times their
     scales. h is sorted by expert, y has the order of the pairs.
@@ -1607,7 +1615,7 @@ def gemm2(
         strides=strides,
         decoding=prepared.decoding,
         SPLIT_K=split_k,
-        tile=prepared.tile,
+        tile=prepared.tile if not routed else _routed(prepared.tile),
         PDL=gpu.pdl,
     )
     grid = prepared.grid(pairs, cdiv(N, config.block_n) * split_k)
