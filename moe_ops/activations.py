@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ops.checks import check_one_of
+
 NO_LIMIT = 3.0e38  # finite stand-in for "no limit": AOTInductor cannot serialise inf
 
 _GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
@@ -61,8 +63,7 @@ class Activation:
         beta: float | None = None,
         limit: float | None = None,
     ):
-        if name not in NAMES:
-            raise ValueError(f"activation must be one of {', '.join(NAMES)}; got {name!r}")
+        check_one_of("activation", name, NAMES)
         oai = name in ("swigluoai", "swigluoai_uninterleave")
         if not oai and (alpha is not None or beta is not None):
             raise ValueError(f"activation {name!r} takes no alpha or beta; only swigluoai does")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
@@ -29,6 +31,25 @@ def static_size(size: int) -> int:
             )
         return int(guard_scalar(size))
     return size
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Which of the known names an unknown one begins, or else resembles, as "; did you mean 'a' or
+    'b'?"; "" where there is none.
+    """
+    if not isinstance(name, str) or not name:
+        return ""
+    name, names = name.lower(), [str(one) for one in known]
+    close = [one for one in names if one.startswith(name)][:8] or get_close_matches(name, names)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def check_one_of(argument: str, name: object, known: Iterable[str]) -> None:
+    """Raise unless `name` is one of the known ones."""
+    known = tuple(known)
+    if name not in known:
+        meant = did_you_mean(name, known)
+        raise ValueError(f"{argument} must be one of {', '.join(known)}, got {name!r}{meant}")
 
 
 def check_rank(name: str, tensor: Tensor, shape: str) -> None:

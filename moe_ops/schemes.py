@@ -12,10 +12,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 
+from moe_ops.checks import did_you_mean
 from moe_ops.meta import scales
 
 
@@ -441,15 +441,12 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
     if found is None and scheme.startswith(_CUSTOM):
         return _spell(scheme)
     if found is None:
-        name = scheme.lower()
-        close = [n for n in (*OTHER_NAMES, *SCHEMES) if n and n.startswith(name)]
-        if ":" not in name:
-            close = list(dict.fromkeys([n.split(":")[0] for n in close]))
-        close = close[:8] or get_close_matches(name, SCHEMES, 3)
-        meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+        known = [name for name in (*OTHER_NAMES, *SCHEMES) if name]
+        if ":" not in scheme:  # those without a variant stand for the default one
+            known = list(dict.fromkeys([name.split(":")[0] for name in known]))
         raise ValueError(
-            f"scheme must be one of moe_ops.schemes.SCHEMES, got {scheme!r}{meant} "
-            f"Families: {', '.join(_FAMILIES)}"
+            f"scheme must be one of moe_ops.schemes.SCHEMES, got {scheme!r}"
+            f"{did_you_mean(scheme, known) or '.'} Families: {', '.join(_FAMILIES)}"
         )
     return found
 

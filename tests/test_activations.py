@@ -115,7 +115,7 @@ def test_gates_and_layouts(name):
 @pytest.mark.parametrize(
     "make, sentence",
     [
-        (lambda: Activation("swish"), "activation must be one of silu, gelu, .*; got 'swish'"),
+        (lambda: Activation("swish"), "activation must be one of silu, gelu, .*, got 'swish'"),
         (lambda: Activation("silu", alpha=1.0), "activation 'silu' takes no alpha or beta"),
         (lambda: Activation("swiglustep", beta=1.0), "'swiglustep' takes no alpha or beta"),
         (lambda: Activation("gelu", limit=1.0), "activation 'gelu' takes no limit"),

@@ -12,6 +12,7 @@ import moe_ops.backends.cutlass.backend  # noqa: F401
 import moe_ops.backends.torch.backend  # noqa: F401
 
 # isort: on
+from moe_ops.checks import check_one_of
 from moe_ops.ops import library
 
 BACKENDS: tuple[library.Backend, ...] = library.registered()
@@ -28,9 +29,7 @@ def named(name: str) -> library.Backend:
 
 def check_backend(argument: str, name: str) -> None:
     """Raise ValueError, naming the argument, unless `name` is "auto" or that of a backend."""
-    known = ("auto", *list_backends())
-    if name not in known:
-        raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}")
+    check_one_of(argument, name, ("auto", *list_backends()))
 
 
 def list_backends() -> tuple[str, ...]:

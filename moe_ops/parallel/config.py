@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 
-from moe_ops.checks import check_integer, check_size, check_type
+from moe_ops.checks import check_integer, check_one_of, check_size, check_type
 from moe_ops.parallel import all2all
-from moe_ops.parallel.placement import check_placement
+from moe_ops.parallel.placement import PLACEMENTS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,12 +91,8 @@ class ParallelConfig:
                 "enable_eplb must be False without use_ep, got True; only whole experts can be "
                 "moved between devices"
             )
-        if self.all2all_backend not in all2all.NAMES:
-            raise ValueError(
-                f"all2all_backend must be one of {', '.join(all2all.NAMES)}, "
-                f"got {self.all2all_backend!r}"
-            )
-        check_placement("expert_placement", self.expert_placement)
+        check_one_of("all2all_backend", self.all2all_backend, all2all.NAMES)
+        check_one_of("expert_placement", self.expert_placement, PLACEMENTS)
 
     @classmethod
     def make(

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_ops.checks import check_integer, check_size, check_tensor
+from moe_ops.checks import check_integer, check_one_of, check_size, check_tensor
 
 PLACEMENTS = ("linear", "round_robin")
 
@@ -42,7 +42,7 @@ class Placement:
     def __post_init__(self) -> None:
         check_size("num_experts", self.num_experts)
         check_size("ep_size", self.ep_size)
-        check_placement("strategy", self.strategy)
+        check_one_of("strategy", self.strategy, PLACEMENTS)
 
     def experts_of(self, rank: int) -> range:
         """Global ids of the experts on a rank, in the order of their local ids.
@@ -122,9 +122,3 @@ def shard_experts(
         return weight[torch.tensor(experts, device=weight.device)]
     # a copy: a view would keep the memory of all experts
     return weight[experts.start : experts.stop : experts.step].clone()
-
-
-def check_placement(name: str, value: str) -> None:
-    """Raise unless `value` names a strategy."""
-    if value not in PLACEMENTS:
-        raise ValueError(f"{name} must be one of {', '.join(PLACEMENTS)}, got {value!r}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from moe_ops.checks import check_integer
+from moe_ops.checks import check_integer, check_one_of, did_you_mean
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 
@@ -48,8 +48,8 @@ def resolve_routing_method(method: RoutingMethod | str) -> RoutingMethod:
         if method == known:
             return known
     raise ValueError(
-        f"routing method must be one of {', '.join(_METHODS)}, got {method!r}; "
-        "pass a callable for a method of your own"
+        f"routing method must be one of {', '.join(_METHODS)}, or a callable for a method of your "
+        f"own, got {method!r}{did_you_mean(method, _METHODS)}"
     )
 
 
@@ -69,7 +69,7 @@ def get_routing_method(
     Raises:
         ValueError: unknown scoring.
     """
-    check_scoring(scoring)
+    check_one_of("scoring", scoring, SCORINGS)
     if has_correction_bias:
         if scoring == "sigmoid" and (num_expert_group or 0) > 0:
             return RoutingMethod.DEEPSEEK_V3
@@ -85,11 +85,6 @@ def check_method_takes(name: str, top_k: int, method: RoutingMethod | str) -> No
     """Raise for a number of experts per token (the argument `name`) that the method forbids."""
     if method == RoutingMethod.LLAMA4 and top_k != 1:
         raise ValueError(f"{name} must be 1 for method 'llama4', got {top_k}; use 'sigmoid'")
-
-
-def check_scoring(scoring: str) -> None:
-    if scoring not in SCORINGS:
-        raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,7 @@ def check_method(
         )
     _check_groups(method, recipe, num_experts, top_k, *groups)
     if scoring is not None:
-        check_scoring(scoring)
+        check_one_of("scoring", scoring, SCORINGS)
         if scoring != recipe.scoring and not recipe.any_scoring:
             raise ValueError(
                 f"scoring must be {recipe.scoring!r} or None for method {str(method)!r}, "

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moe_ops import activations
 from moe_ops.activations import Activation, rows_before
-from moe_ops.checks import check_strided, check_tensor
+from moe_ops.checks import check_one_of, check_strided, check_tensor
 from moe_ops.meta.scales import TRANSPOSED, base_layout, padded_layout
 from moe_ops.ops.relayout import RELAYOUTS, natural
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
@@ -153,9 +153,7 @@ def prepare(weight: Tensor, backend: str, *, activation: str | Activation | None
     """
     check_tensor("weight", weight)
     check_strided("weight", weight)
-    known = ("auto", *RELAYOUTS)
-    if backend not in known:
-        raise ValueError(f"backend must be one of {', '.join(known)}; got {backend!r}")
+    check_one_of("backend", backend, ("auto", *RELAYOUTS))
     if weight.dim() not in (2, 3) or not weight.is_floating_point():
         raise ValueError(
             "weight must have shape (E, N, K), or (N, K) of one expert, and a floating dtype "

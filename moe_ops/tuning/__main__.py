@@ -28,6 +28,7 @@ import torch
 
 from moe_ops import backends as backends_module
 from moe_ops import environment
+from moe_ops.checks import check_one_of
 from moe_ops.kernels.configs import fields_of
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup, record
@@ -120,9 +121,10 @@ def _check(arguments: argparse.Namespace, error: Callable[[str], object]) -> Non
     if arguments.check:
         error("--check compares tiles of triton, so it must come without --backends")
     for name in arguments.backends:
-        if name not in backends_module.list_backends():
-            known = ", ".join(backends_module.list_backends())
-            error(f"--backends must be one of {known}; got {name!r}")
+        try:
+            check_one_of("--backends", name, backends_module.list_backends())
+        except ValueError as wrong:
+            error(str(wrong))
 
 
 def _measure_configs(

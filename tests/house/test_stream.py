@@ -25,7 +25,8 @@ PACKAGE = Path(moe_ops.__file__).resolve().parent
 
 # from the bottom up
 FLOORS = (
-    "environment checks meta activations batch_invariance tables pickling csrc",
+    "checks",
+    "environment meta activations batch_invariance tables pickling csrc",
     "schemes",
     "numerics ops",
     "kernels tensors",

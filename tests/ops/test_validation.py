@@ -316,17 +316,22 @@ FUSED = {
     "activation": (
         {"activation": "swish"},
         "activation must be one of silu, gelu, gelu_tanh, swigluoai, swigluoai_uninterleave, "
-        "swiglustep, silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul; got 'swish'",
+        "swiglustep, silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul, got 'swish'",
     ),
     "activation in a list": (
         {"activation": ["silu"]},
         "activation must be one of silu, gelu, gelu_tanh, swigluoai, swigluoai_uninterleave, "
-        "swiglustep, silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul; got ['silu']",
+        "swiglustep, silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul, got ['silu']",
+    ),
+    "misspelt activation": (
+        {"activation": "Sillu"},
+        "relu2_no_mul, got 'Sillu'; did you mean 'silu'?",
     ),
     "backend": (
         {"backend": "vllm"},
-        f"backend must be one of {', '.join(('auto', *backends.list_backends()))}; got 'vllm'",
+        f"backend must be one of {', '.join(('auto', *backends.list_backends()))}, got 'vllm'",
     ),
+    "misspelt backend": ({"backend": "deepgemm"}, "'deepgemm'; did you mean 'deep_gemm' or"),
     "triton records no gradients": (
         {"backend": "triton", "hidden_states": leaf},
         NO_BACKWARD,

@@ -53,12 +53,13 @@ def test_a_named_backend_runs_alone(name, table):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError) as error:
         plans.plan(PLAIN, H200, "tritton")
+    known = ", ".join(backends_module.list_backends())
     assert str(error.value) == (
-        f"backend must be one of auto, {', '.join(backends_module.list_backends())}; got 'tritton'"
+        f"backend must be one of auto, {known}, got 'tritton'; did you mean 'triton'?"
     )
     x, w13, w2, ids = torch.randn(1, 4), torch.randn(1, 4, 4), torch.randn(1, 4, 2), [[0]]
     ids = torch.tensor(ids)
-    with pytest.raises(ValueError, match="backend must be one of auto, .*; got ''"):
+    with pytest.raises(ValueError, match="backend must be one of auto, .*, got ''"):
         moe_ops.fused_experts(x, w13, w2, torch.ones(1, 1), ids, backend="")
 
 

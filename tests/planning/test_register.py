@@ -75,7 +75,7 @@ def test_eager_and_compiled_calls_take_it_without_a_reset():
     assert "dense" not in moe_ops.list_backends()
     torch.testing.assert_close(compiled(*args), want)
     assert "M >= 0: torch" in str(moe_ops.explain(*args[:3], args[4]))
-    with pytest.raises(ValueError, match="backend must be one of auto, .*; got 'dense'"):
+    with pytest.raises(ValueError, match="backend must be one of auto, .*, got 'dense'"):
         moe_ops.fused_experts(*args, backend="dense")
 
 

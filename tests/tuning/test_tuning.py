@@ -219,8 +219,8 @@ def test_a_run_that_measures_nothing_fails(tuner, monkeypatch):
         ("--scheme fp9", "--scheme: scheme must be one of .*got 'fp9'.*'' is for plain weights"),
         ("--shape 4 128 128 8", "--shape must be positive, TOP_K at most E; got 4 128 128 8"),
         ("--shape 4 128 0 2", "--shape must be positive, TOP_K at most E; got 4 128 0 2"),
-        ("--backends deepgemm", "--backends must be one of triton, .*, torch; got 'deepgemm'"),
-        ("--backends auto", "--backends must be one of triton, .*, torch; got 'auto'"),
+        ("--backends deepgemm", "--backends must be one of triton, .*, torch, got 'deepgemm'"),
+        ("--backends auto", "--backends must be one of triton, .*, torch, got 'auto'"),
         ("--backends --check", "--check compares tiles of triton, so it must come without"),
     ],
 )
