@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -72,7 +73,7 @@ def resolve(model_or_shape: str) -> tuple[str, Shape]:
 
     Raises:
         ValueError: none of these, the name of a repository on a hub, numbers that make no layer,
-            or a model without experts.
+            a file with a size that is no integer, or a model without experts.
         ImportError: a model type is named, and transformers is not installed.
     """
     if "," in model_or_shape:
@@ -141,6 +142,9 @@ def _from_file(path: Path) -> Shape:
         raise ValueError(f"{path} must be JSON: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(given).__name__}")
+    for where, place in _places(given):
+        for field in itertools.chain.from_iterable(_FIELDS.values()):
+            _check_size(f"{where}{field} of {path}", place.get(field))
     try:
         return _from_fields(given, str(path))
     except ValueError:
@@ -148,7 +152,12 @@ def _from_file(path: Path) -> Shape:
         config = _default(str(given.get("model_type")))
         if config is None:
             raise
-        return _from_fields(type(config).from_dict(given).to_dict(), str(path))
+    try:
+        whole = type(config).from_dict(given).to_dict()
+    except Exception as error:  # the class checks fields that are not read here
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} must be a {config.model_type} configuration: {said}") from error
+    return _from_fields(whole, str(path))
 
 
 def _from_model_type(name: str) -> Shape:
@@ -176,11 +185,23 @@ def _default(model_type: str) -> Any:
     return CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else None
 
 
+def _places(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """A configuration, and that of its language model, each behind the prefix of its fields."""
+    text = config.get("text_config")
+    return [("", config)] + ([("text_config.", text)] if isinstance(text, Mapping) else [])
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Raise unless a field may stand for a size, or says that there is none."""
+    first = value[0] if isinstance(value, list) and value else value
+    none = first is None or first == [] or (type(first) is int and first == 0)
+    if not none and not _integer(value):
+        raise ValueError(f"{name} must be a positive integer, or a list of them, got {value!r}")
+
+
 def _from_fields(config: Mapping[str, Any], name: str) -> Shape:
     """The shape in a configuration, or in that of its language model."""
-    text = config.get("text_config")
-    places = [config] + ([text] if isinstance(text, Mapping) else [])
-    for place in reversed(places):
+    for _, place in reversed(_places(config)):
         sizes = {
             size: next((n for f in fields if (n := _integer(place.get(f)))), 0)
             for size, fields in _FIELDS.items()

@@ -234,9 +234,10 @@ def _linear_problem(call: LinearCall) -> Problem:
     )
     E, N, K = _check_weight("weight", call.weight, x, "x", dtype)
     if width != K:
+        fits = width == N and (call.bias is None or _shape(call.bias) == (E, K))
         raise ValueError(
             f"weight must have shape (E, N, {width}) for x, got {(E, N, K)}"
-            f"{_transposed('weight', call.weight, width == N)}"
+            f"{_transposed('weight', call.weight, fits)}"
         )
     if _shape(offsets) != (E,):
         without = "; leave the leading 0 out" if _shape(offsets) == (E + 1,) else ""
@@ -366,7 +367,9 @@ def _check_weights(
     shape = _check_weight("w2", w2, x, "hidden_states", dtype)
     if width != K:
         swapped = (N, shape[2]) == (width, width) and shape[1] == (1 + activation.gated) * K
-        remedy = "; w13 and w2 are swapped" if swapped else _transposed("w13", w13, width == N)
+        of_w2 = (width, K // (1 + activation.gated))  # beside a transposed w13
+        fits = width == N and shape[1:] in (of_w2, of_w2[::-1])
+        remedy = "; w13 and w2 are swapped" if swapped else _transposed("w13", w13, fits)
         raise ValueError(
             f"w13 must have shape (E, N, {width}) for hidden_states (M, {width}), got "
             f"{(E, N, K)}{remedy}"

@@ -1,6 +1,7 @@
 """Which layer a command line names."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -81,7 +82,20 @@ def test_errors_name_what_was_wrong(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ValueError, match="its configuration has no num_experts, top_k"):
         resolve(str(tmp_path))
+    for field, value in (("hidden_size", "x"), ("num_experts", 2.5), ("top_k_experts", [True])):
+        message = f"{field} of {tmp_path}/config.json must be a positive integer, .* got "
+        for content in ({field: value}, {"model_type": "mixtral", field: value}):
+            (tmp_path / "config.json").write_text(json.dumps(content))
+            with pytest.raises(ValueError, match=f"^{message}{re.escape(repr(value))}$"):
+                resolve(str(tmp_path))
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": {field: value}}))
+        with pytest.raises(ValueError, match=f"^text_config.{message}"):
+            resolve(str(tmp_path))
     pytest.importorskip("transformers")
+    other = {"model_type": "mixtral", "vocab_size": "x"}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="json must be a mixtral configuration: .*vocab_size"):
+        resolve(str(tmp_path))
     with pytest.raises(ValueError, match="'nope' is no shape .* no model type of transformers"):
         resolve("nope")
     with pytest.raises(ValueError, match="bert must be a model with experts"):

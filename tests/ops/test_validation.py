@@ -349,7 +349,7 @@ OTHERS = {
     "x integer": ({"x": integer}, FLOAT.format("x")),
     "weight 2-D": ({"weight": lambda t: t[0]}, RANK.format("weight", "(E, N, K)", 2)),
     "weight transposed": (
-        {"weight": lambda t: t[:, :40].mT},
+        {"weight": lambda t: t[:, :40].mT, "bias": lambda t: t[:, :40]},
         "weight must have shape (E, N, 48) for x, got (4, 48, 40); it is transposed: pass "
         "weight.transpose(1, 2)",
     ),
@@ -445,6 +445,19 @@ def test_sentence_while_compiling(function, changes, sentence):
     with pytest.raises(torch._dynamo.exc.TorchDynamoException) as caught:
         call(function, changes, compiled=True)
     assert sentence in everything_said(caught.value).replace("\\'", "'")
+
+
+def test_weights_that_would_not_fit_transposed_either_are_not_called_so():
+    """As many rows as hidden_states has columns may be chance."""
+    for function, changes in (
+        (moe_ops.fused_experts, {"w13": lambda t: t[..., :40]}),
+        (moe_ops.grouped_linear, {"weight": lambda t: t[..., :40]}),
+    ):
+        with pytest.raises(ValueError, match=r"must have shape \(E, N, 48\) .* \(4, 48, 40\)$"):
+            call(function, changes)
+    both = {"w13": lambda t: t[:, :40].mT, "w2": lambda t: t[..., :20].mT}
+    with pytest.raises(ValueError, match=r"it is transposed: pass w13\.transpose\(1, 2\)$"):
+        call(moe_ops.fused_experts, both)
 
 
 def test_sentence_of_a_dynamic_row_count():
