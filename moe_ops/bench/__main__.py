@@ -10,8 +10,8 @@ default the one that its experts are stored in, and what people would use instea
 transformers' loop over experts and its grouped_mm, all on the same bf16 weights. On a GPU calls
 are replayed from CUDA graphs, except those that read GPU memory on the host and cannot be
 captured. The table has microseconds a layer and, for each column of this library, how many times
-as fast as the best of the others it is. The error of each against fp64 stands below it. A plot is
-drawn, too, if matplotlib is installed.
+as fast as the best of the others it is. The error of each against fp64 stands below it, and that
+the machine was busy, if it was. A plot is drawn, too, if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -92,13 +92,14 @@ def measure(
     """Time all layers. What does not run is left out with its reason; so are numbers of tokens
     that would end after `seconds`.
     """
-    start = time.perf_counter()
+    start, load = time.perf_counter(), timing.load_of_a_processor()  # of others, not of this
     if device.type == "cuda":
         torch.cuda.set_device(device)
     w13, w2 = layers.make_weights(shape, torch.bfloat16, device)
     calls = layers.peers(shape, w13, w2)
     result = Result(name, shape, timing.machine_facts(), tuple(calls))
     result.machine["device"] = device.type
+    result.machine["load"] = load
     for scheme in environment.progress_bar(list(schemes), "weights"):
         try:
             calls[column(scheme)] = layers.ours(w13, w2, "" if scheme == PLAIN else scheme)
@@ -150,7 +151,9 @@ def _measure_tokens(
         ready[name] = call
     budget = max(0.5, (deadline - time.perf_counter()) / rows_left)
     on_gpu = x.device.type == "cuda"
-    result.us[M] = (_gpu_us if on_gpu else _host_us)(ready, budget, result.eager)
+    times = (_gpu_us if on_gpu else _host_us)(ready, budget, result.eager)
+    result.us[M] = {name: statistics.median(values) for name, values in times.items()}
+    result.spread[M] = {name: timing.spread(values) for name, values in times.items()}
 
 
 def _inputs(
@@ -173,8 +176,8 @@ def _inputs(
 
 def _host_us(
     calls: dict[str, Callable[[int], Tensor]], budget: float, eager: set[str]
-) -> dict[str, float]:
-    """Median microseconds of calls made one after the other."""
+) -> dict[str, list[float]]:
+    """Microseconds of calls made one after the other."""
     start = time.perf_counter()
     times = timing.interleaved_ms(calls, 1, NUM_SETS)  # two rounds, of which one warms up
     round_s = (time.perf_counter() - start) / 2
@@ -184,13 +187,13 @@ def _host_us(
     rounds = min(40, int((budget - 2 * round_s) / near_s) - 1)
     if rounds >= 1:
         times |= timing.interleaved_ms(near, rounds, NUM_SETS)
-    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    return {name: [1e3 * value for value in values] for name, values in times.items()}
 
 
 def _gpu_us(
     calls: dict[str, Callable[[int], Tensor]], budget: float, eager: set[str]
-) -> dict[str, float]:
-    """Median microseconds under CUDA-graph replay, in turn; of calls that cannot be captured, one
+) -> dict[str, list[float]]:
+    """Microseconds under CUDA-graph replay, in turn; of calls that cannot be captured, one
     after the other without waiting in between.
     """
     graphs, kept = {}, []
@@ -211,8 +214,7 @@ def _gpu_us(
             slow[name] = call
     found = {}
     if graphs:
-        replays = timing.interleaved_replays_us(graphs, 15, NUM_SETS, 0.1)
-        found = {name: statistics.median(values) for name, values in replays.items()}
+        found = timing.interleaved_replays_us(graphs, 15, NUM_SETS, 0.1)
     for name, call in slow.items():
         times: list[float] = []
         stop = time.perf_counter() + min(1.0, 0.3 * budget)
@@ -222,7 +224,7 @@ def _gpu_us(
                 call(which)
             torch.cuda.synchronize()
             times.append((time.perf_counter() - begin) * 1e6 / NUM_SETS)
-        found[name] = statistics.median(times)
+        found[name] = times
     return {name: found[name] for name in calls}
 
 

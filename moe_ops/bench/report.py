@@ -9,6 +9,9 @@ from typing import Any
 from moe_ops.bench import timing
 from moe_ops.bench.shapes import Shape
 
+# above which a machine counts as busy: processes of others a processor, and `timing.spread`
+MOST_LOAD, MOST_SPREAD = 1.0, 0.3
+
 
 @dataclass
 class Result:
@@ -22,12 +25,27 @@ class Result:
     errors: dict[int, dict[str, float]] = field(default_factory=dict)
     eager: set[str] = field(default_factory=set)  # columns that no CUDA graph could hold
     left_out: list[str] = field(default_factory=list)
+    # by number of tokens and column: distance of the quartiles of repeats over their median
+    spread: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def gain(self, tokens: int, column: str) -> float | None:
         """How many times as fast as the best of the others a column is."""
         others = [us for name, us in self.us[tokens].items() if name in self.peers]
         us = self.us[tokens].get(column)
         return min(others) / us if others and us else None
+
+    def busy(self) -> str | None:
+        """What says that something else ran meanwhile; None where nothing does."""
+        signs = []
+        load = self.machine["load"] if self.machine["device"] == "cpu" else 0.0
+        if load > MOST_LOAD:
+            signs.append(f"{load:.1f} processes a processor wanted to run before")
+        widest = max(
+            [s for columns in self.spread.values() for s in columns.values()], default=0.0
+        )
+        if widest > MOST_SPREAD:
+            signs.append(f"repeats of one call differ by {100 * widest:.0f} % between quartiles")
+        return " and ".join(signs) or None
 
 
 def format_result(result: Result) -> str:
@@ -57,6 +75,8 @@ def format_result(result: Result) -> str:
     }
     text = ", ".join(f"{name} {error:.0e}" for name, error in worst.items())
     lines.append(f"relative error against fp64 at most: {text}")
+    if busy := result.busy():
+        lines.append(f"these times are not to be relied on: {busy}; run again on an idle machine")
     lines += [f"left out: {reason}" for reason in result.left_out]
     return "\n".join(lines)
 

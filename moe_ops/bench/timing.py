@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import random
 import statistics
@@ -99,6 +100,22 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     """||value - reference|| / ||reference||, computed in fp64."""
     reference = reference.double()
     return float((value.double() - reference).norm() / reference.norm())
+
+
+def spread(times: Sequence[float]) -> float:
+    """The distance of the quartiles of ``times`` over their median; 0 of fewer than four."""
+    if len(times) < 4:
+        return 0.0
+    first, median, third = statistics.quantiles(times, n=4)
+    return (third - first) / median
+
+
+def load_of_a_processor() -> float:
+    """Processes that wanted to run in the last minute, for each processor; 0 where the system does
+    not say.
+    """
+    count = os.cpu_count() or 1
+    return os.getloadavg()[0] / count if hasattr(os, "getloadavg") else 0.0
 
 
 def summary(times: Sequence[float]) -> dict[str, float]:

@@ -76,6 +76,32 @@ def test_what_is_left_out_says_why():
     assert "left out: M=2, 3" in bench.format_result(result)
 
 
+def test_a_busy_machine_is_noticed(monkeypatch):
+    shape, device, said = Shape(4, 2, 64, 32), torch.device("cpu"), "not to be relied on: "
+    monkeypatch.setattr(layers, "peers", lambda *_: {})
+
+    def text(load, *times):
+        """Of calls that took so many ms."""
+        monkeypatch.setattr(timing, "load_of_a_processor", lambda: load)
+        monkeypatch.setattr(
+            timing, "interleaved_ms", lambda calls, *_: {name: list(times) for name in calls}
+        )
+        with torch.no_grad():
+            return bench.format_result(bench.measure("x", shape, device, [1], ["bf16"], 1.0))
+
+    assert said not in text(0.9, 1.0, 1.1, 1.1, 1.2)
+    assert said not in text(0.9, 1.0, 9.0)  # two say nothing of quartiles
+    assert f"{said}2.5 processes a processor wanted to run before; run" in text(2.5, 1.0, 1.0)
+    assert f"{said}repeats of one call differ by 100 % between quartiles; run" in text(
+        0.0, 1, 1, 2, 3, 3
+    )
+    assert timing.load_of_a_processor() == 0.0
+    monkeypatch.undo()
+    monkeypatch.setattr("os.getloadavg", lambda: (3.0, 1.0, 1.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert timing.load_of_a_processor() == 1.5
+
+
 def test_peers_that_fail_are_left_out(monkeypatch):
     def failing(x, weights, ids):
         raise RuntimeError("not here")
