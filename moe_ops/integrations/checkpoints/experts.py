@@ -20,7 +20,8 @@ from torch import Tensor
 from moe_ops import environment
 from moe_ops.integrations.checkpoints import files, floats
 from moe_ops.integrations.checkpoints.common import FLOATS, VALUES_ONLY, require, shape_of
-from moe_ops.integrations.checkpoints.configs import check_transforms, config_for
+from moe_ops.integrations.checkpoints.compressed_tensors import check_transforms
+from moe_ops.integrations.checkpoints.configs import config_for
 from moe_ops.integrations.checkpoints.formats import (
     ALIASES,
     FACTORS,

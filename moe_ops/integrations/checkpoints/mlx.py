@@ -6,6 +6,8 @@ what describe and convert are.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from moe_ops.integrations.checkpoints.common import (
     shape_of,
     shown,
 )
+from moe_ops.integrations.checkpoints.fields import INTEGER, TEXT, Family, Names, check_fields
 
 # mode -> group_size and bits where nothing is said
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
@@ -77,3 +80,25 @@ def convert(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
         parts["scale"] = t["scales"].view(torch.float8_e4m3fn)
         parts["global_scale"] = torch.ones(matrix.batch, device=octets.device)
     return parts
+
+
+def _mlx(config: Config, names: Names) -> Config:
+    """The fields of all matrices, or those of a module that a field is named after, of which MLX
+    takes the mode's defaults where they are missing.
+    """
+    own = config.get(names[0])
+    if own is False:
+        raise ValueError(
+            f"{names[0]} of quantization must not be false: its tensors are quantized"
+        )
+    if isinstance(own, dict):
+        check_fields(own, _OF_ONE, f"quantization[{names[0]!r}]")
+        config = own
+    mode = config.get("mode") or "affine"
+    size, bits = MODES.get(mode, (None, None))
+    size, bits = config.get("group_size") or size, config.get("bits") or bits
+    return {"quant_method": "mlx", "mode": mode, "group_size": size, "bits": bits}
+
+
+_OF_ONE = Family(used={"mode": TEXT, "group_size": INTEGER, "bits": INTEGER}, silent="")
+MLX = dataclasses.replace(_OF_ONE, modules=True, resolve=_mlx)

@@ -103,6 +103,12 @@ BAD = {
         r"scales must have shape \(3, 128, 8\), got \(3, 128, 4\)",
     ),
     "field": (None, GOOD | {"rotation": "qr"}, "rotation of quantization_config must be a field"),
+    "field that is true": (None, GOOD | {"hadamard": True}, "hadamard of quantization_config"),
+    "field of a matrix that is true": (
+        None,
+        GOOD | {f"{PREFIX}.gate_proj": {"bits": 4, "global_scale": True}},
+        r"global_scale of quantization\['model.*gate_proj'\] must be a field",
+    ),
     "type": (None, GOOD | {"bits": "4"}, "bits of quantization_config must be an integer"),
     "field of a matrix": (
         None,
