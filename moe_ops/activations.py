@@ -108,7 +108,7 @@ def resolve(activation: str | Activation) -> Activation:
     """The Activation of a name; an Activation is returned as it is."""
     if isinstance(activation, Activation):
         return activation
-    # saves 2 us a call over making it
+    # kept, since making it costs a call time
     known = _PLAIN.get(activation) if isinstance(activation, str) else None
     return Activation(activation) if known is None else known
 

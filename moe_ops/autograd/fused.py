@@ -272,8 +272,7 @@ class _Step:
     def spare(self) -> int:
         """Multiprocessors that products leave to kernels that copy or sum rows beside them.
 
-        A step of Qwen3's layer takes 0.97 to 0.98 of the time so on an H100 with 8192, 16384 and
-        32768 tokens, each after a pause: docs/kernels/training.md. With 4096 it took the same.
+        It pays from many pairs on, where copies are a part of the step: docs/kernels/training.md.
         """
         gemms = native.kernels(self.device)
         if gemms is None or self.x.dtype != torch.bfloat16:

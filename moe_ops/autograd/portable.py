@@ -114,8 +114,7 @@ class _ActivationInput:
 
 
 # Elements of h that a CPU takes at a time through the activation: what is between then stays in
-# its caches, and is not new memory each time. On two cores with AVX-512 a step of 2048 tokens of
-# 32 experts (top-4, K 1024, I 512) in bf16 took 292 to 315 ms at once, and takes 223 to 240 so.
+# its caches, and is not new memory each time.
 ELEMENTS_AT_ONCE = 1 << 18
 
 

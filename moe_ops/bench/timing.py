@@ -68,10 +68,10 @@ def interleaved_replays_us(
     """Replay every graph ``replays`` times, each round in another order: us a set, one figure a
     replay.
 
-    In one order, whichever follows the graph that draws most power has the lowest clocks: of two
-    graphs of the same kernels, an H200 then took 3 % longer for the one. Rounds run untimed first
-    until the clocks are up. The host never waits in between, so the GPU always has work queued and
-    host time stays out of the events.
+    In one order, whichever follows the graph that draws most power has the lowest clocks, and two
+    graphs of the same kernels get different times. Rounds run untimed first until the clocks are
+    up. The host never waits in between, so the GPU always has work queued and host time stays out
+    of the events.
     """
     start = time.perf_counter()
     while time.perf_counter() - start < warm_up_seconds:
@@ -79,7 +79,7 @@ def interleaved_replays_us(
             graph.replay()
         torch.cuda.synchronize()
     events: dict[str, list] = {name: [] for name in graphs}
-    torch.cuda._sleep(4_000_000)  # about 2 ms, in which the host gets ahead
+    torch.cuda._sleep(4_000_000)  # cycles in which the host gets ahead
     order, shuffled = list(graphs), random.Random(0)
     for _ in range(replays):
         shuffled.shuffle(order)

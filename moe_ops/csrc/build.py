@@ -32,7 +32,7 @@ CPU_SOURCES = Path(__file__).parent / "cpu"
 CPU_SUFFIXES = (".cpp", ".h", ".inc")
 ABI = 2  # MOE_OPS_CUTLASS_ABI of grouped.h
 
-# files of each object; each takes 25 to 110 s and up to 5.6 GB of memory
+# files of each object; each takes a minute or two and up to 5.6 GB of memory
 FILES = {
     "sm_90a": (
         *("abi", "sm90_fp8_bf16", "sm90_fp8_f16", "sm90_products", "sm90_blocks"),

@@ -11,7 +11,7 @@ is compiled anew for:
     Descriptor   a tensor descriptor: for its dtype, box and layout
     Specialized  an integer on which Triton specializes (1, multiples of 16): for each value
     Runtime      a number that depends on the number of tokens or on the routing tensors: never.
-                 Integers are below 2^31: looking at each would cost 4 us a layer
+                 Integers are below 2^31, which is not checked: each call would pay for it
     Constant     a tl.constexpr: for each value
 """
 
@@ -105,7 +105,7 @@ def arguments(cls: type[T]) -> type[T]:
     `_ptr`.
 
     What is returned is a function, not a class, with the attributes `names` and `roles` of the
-    kernel's parameters: calling a class by keyword builds a dictionary, 0.6 us a kernel.
+    kernel's parameters: calling a class by keyword builds a dictionary in every call.
     """
     fields = get_type_hints(cls, include_extras=True)
     members = [pair for name, hint in fields.items() for pair in _members(name, hint)]
@@ -175,9 +175,8 @@ def kernel(
     Args:
         pdl_first: use programmatic dependent launch even if this is the first kernel of a call.
             Such a kernel executes gdc_wait before anything else, because the kernel before the
-            call belongs to somebody else. When that kernel ends, ours is already resident: 0.7 to
-            1.1 us less a layer on an H200, 5 % for one token of Qwen3. (It costs 0.9 us more for
-            one token and weights of the mixed GEMM, because the second kernel then starts later.)
+            call belongs to somebody else. When that kernel ends, ours is already resident. (One
+            token of the mixed GEMM loses by it, because the second kernel then starts later.)
             gdc_wait covers the direct predecessor alone: if that kernel was itself launched early,
             it must have waited for its own predecessor, as programmatic dependent launch demands.
         waits: the kernel executes gdc_wait, if it has the argument PDL. One that does not is never
@@ -263,7 +262,7 @@ def gpu(device: int) -> Gpu:
 
 # specialization of a call's kernels -> the compiled kernels; warm calls fill it
 _compiled: dict[tuple, tuple] = {}
-_driver: Any = None  # Triton's, once a kernel was compiled: an import takes 0.2 us a call
+_driver: Any = None  # Triton's, once a kernel was compiled: no import in each call
 
 
 def _specialization(launches: Sequence[Launch], device: int) -> tuple:
@@ -279,7 +278,7 @@ def _specialization(launches: Sequence[Launch], device: int) -> tuple:
             for d in kernel.descriptors(args):
                 if d is None:
                     key.append(None)
-                else:  # each layout is made once and kept; hashing one takes 1 us, its id none
+                else:  # each layout is made once and kept; hashing one takes time, its id none
                     key += (d.base.dtype, *d.block_shape, id(getattr(d, "layout", None)))
     bits = 0
     for tensor in pointers:

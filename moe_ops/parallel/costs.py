@@ -37,29 +37,25 @@ from moe_ops.tables import lookup
 # fitted to what one and two H100s took with 512 tokens and more, of Qwen3 and DeepSeek-V3
 # (benchmarks/results/expert_parallel_NVIDIA_H100_80GB_HBM3_x2.json). Plain weights have their own.
 PRODUCTS, PRODUCTS_OF_PLAIN, OVERLAP = 0.8, 0.9, 2.5
-# The same of fp8_block with fewer rows an expert than FEW_ROWS, a tile of deep_gemm: with 32 and
-# 64 rows of DeepSeek-V3 and Qwen3 triton gives 0.43 to 0.46, and with more of them 0.41 to 0.58,
-# deep_gemm 0.45 to 0.54 (the same file and that of the H200).
+# The same of fp8_block with fewer rows an expert than FEW_ROWS, a tile of deep_gemm (the same file
+# and that of the H200).
 PRODUCTS_OF_FEW, FEW_ROWS = 0.46, 128
 # Rows of tiles of 64 that hold no pair: half a tile of each expert.
 PADDED_ROWS = 32
-# Launches and tails of a layer's kernels: one token of Qwen3 on one H200 takes 22 us in bf16, of
-# which weights are 17, and 17 us in fp8_block, of which they are 9
+# Launches and tails of a layer's kernels: what one token takes beyond the bytes of its weights
 # (benchmarks/results/experts_NVIDIA_H200.json).
 CHAIN_US = 8.0
 # One collective in a CUDA graph, with the padding around it: what dispatch and combine take at one
 # token on two H100s (benchmarks/results/expert_parallel_NVIDIA_H100_80GB_HBM3_x2.json).
 COLLECTIVE_US = 15.0
 # Parts of a copy between two GPUs that NCCL reaches with small messages, and with large ones,
-# which take LARGE_US more: 64, 128, 512, 4096 and 8192 tokens of Qwen3 are gathered in 20, 23, 36,
-# 101 and 171 us (0.3 to 34 MB), 8192 of DeepSeek-V3 (118 MB) in 555 us (the same file). Not
-# measured on more GPUs.
+# which take LARGE_US more, fitted to gathers of 0.3 to 118 MB (the same file). Not measured on
+# more GPUs.
 NCCL_SMALL, NCCL, LARGE_US = 0.18, 0.60, 13.0
-# The part that `symmetric_memory` reaches, which writes into the other GPU's memory: 5.2 us at one
-# token, and 17 and 34 MB in 60 and 109 us, of which the rest is 306 and 324 GB/s of 386
-# (benchmarks/results/expert_parallel_NVIDIA_H200_x2.json, two H200s). While outputs travel, those
-# of a token's experts are read and added up; and many rows are copied to their experts on arrival,
-# behind their routing. The longer of both is what counts.
+# The part that `symmetric_memory` reaches, which writes into the other GPU's memory: what 17 and
+# 34 MB take beyond one token (benchmarks/results/expert_parallel_NVIDIA_H200_x2.json). While
+# outputs travel, those of a token's experts are read and added up; and many rows are copied to
+# their experts on arrival, behind their routing. The longer of both is what counts.
 PUSH_US, PUSH = 5.2, 0.82
 # Part of a network's line rate that collectives reach. An assumption: not measured.
 NETWORK = 0.8

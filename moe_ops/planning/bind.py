@@ -56,7 +56,7 @@ class BoundPlan:
         """Allocate the output, and workspaces for M rows; call the op.
 
         `direct`: what the op would call is called, because the dispatcher has nothing to do. That
-        saves 5 us of 24, the cost of handing arguments to C++ and back.
+        saves the cost of handing arguments to C++ and back.
         """
         if torch.compiler.is_compiling() or type(M) is not int:
             device = call.hidden_states.device
@@ -230,8 +230,8 @@ def make_plan(call: Call, backend: str) -> plans.Plan:
 
 
 def look_up(call: Call, backend: str) -> BoundPlan:
-    """The plan of a call. Eager calls look it up by what it depends on: all facts but M (3 us; a
-    plan takes 20).
+    """The plan of a call. Eager calls look it up by what it depends on: all facts but M, since
+    making a plan takes several times as long.
     """
     if torch.compiler.is_compiling() or machines.pretending():
         return BoundPlan(make_plan(call, backend))

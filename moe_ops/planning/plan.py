@@ -28,7 +28,7 @@ from moe_ops.tables import lookup
 # what the tests ran on; what there is for other devices was compiled or traced, not run
 RUN_ON = ("cpu", "SM90")
 # The workspaces of a call take at most this share of a GPU's memory, unless the caller says
-# otherwise: 6.3 GiB of an H200. There 32768 tokens of DeepSeek-V3 run at once, in 6.0 GiB.
+# otherwise: 6.3 GiB of 139, in which prompts of the largest layers run at once.
 SHARE_OF_MEMORY = 22
 _MANY_ROWS = 1 << 20
 

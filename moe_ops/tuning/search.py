@@ -4,9 +4,8 @@ of both GEMMs, and which kernels quantize x and h.
 It takes one M at a time. For every BLOCK_M that may be the best, it finds the best config of GEMM1
 with the heuristic's GEMM2, then the best config of GEMM2 with that GEMM1. The whole layer is timed
 under CUDA-graph replay, on random data, with routing sets whose weights exceed the L2. Half of the
-sets choose experts uniformly, half by Zipf's law, because tiles that were measured with equally
-busy experts alone lost up to 12 % on skewed ones. Kernels are compiled before that, by one process
-a core.
+sets choose experts uniformly, half by Zipf's law, because tiles that are measured with equally
+busy experts alone lose on skewed ones. Kernels are compiled before that, by one process a core.
 """
 
 from __future__ import annotations
@@ -300,7 +299,7 @@ def _blocks(base: LayerConfig, average: float, by_group: bool) -> Iterator[Layer
             yield base._replace(block_m=block_m, split_m=split_m)
         return
     modes = [(base.quantize_x, base.h_in_fp32)]
-    # for more tokens, quantizing in the mainloops was 2 to 30 % slower
+    # for more tokens, quantizing in the mainloops is slower: every tile does it again
     if by_group and base.direct:
         modes = [(True, False), (True, True), (False, False), (False, True)]
     for block_m in [16] if base.direct else block_ms(average):

@@ -172,26 +172,17 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 
 
 # Average rows an expert from which it is taken to be faster than triton, if that was not
-# measured. On an H200 it took of triton's time: in fp8_channel 0.94 at 2 rows (DeepSeek-V3 on one
-# of eight GPUs), 0.99 and 0.88 at 16 (Mixtral, Qwen3), 0.74 at 32 (Qwen3), 0.67 at 64 (Mixtral);
-# in fp8_tensor_static 1.02 at 16 and 0.63 at 32 (Qwen3). Under expert parallelism most pairs are
-# those of experts elsewhere, which the number does not tell: there twice as many are asked for.
+# measured: where it was, it leads in fp8_channel and fp8_tensor_static from about so many on.
+# Under expert parallelism most pairs are those of experts elsewhere, which the number does not
+# tell: there twice as many are asked for.
 FASTER_FROM = 16
-# The same of plain weights: 0.99 at 32 rows (DeepSeek-V3), 1.02 at 64 (Qwen3), 0.90 at 128
-# (gpt-oss-20b), 0.98 and 0.83 at 256 (Mixtral, Qwen3), 0.75 to 0.96 above. On an H100 0.96 at 32
-# (Phi-3.5-MoE), 1.01 at 64 (Qwen3), 0.92 at 80 (Qwen3-Next), 1.03 at 256 (Mixtral), 0.75 to 0.98
-# else.
+# The same of plain weights: with fewer rows the two differ by little, with either sign.
 PLAIN_FASTER_FROM = 64
-# The same of fp8_block, on an H100: 1.04 at 5 rows, 0.96 at 20 and 0.69 at 80 (Qwen3-Next), 0.88
-# at 32 (DeepSeek-V3), 0.85 at 64 (Qwen3), 0.63 to 0.79 above. Of deep_gemm's time it took 0.86 to
-# 0.97 up to 320 rows, 0.98 at 512 (DeepSeek-V3), 1.03 and 1.00 at 1024 and 4096 (Mixtral): so it
-# comes before it.
+# The same of fp8_block, of which it is also faster than deep_gemm, but for the longest prompts
+# of large experts: so it comes before it.
 GROUPS_FASTER_FROM = 24
-# Rows from which deep_gemm is faster again, by elements of an expert's w2: on an H200 this backend
-# took 0.97, 0.98, 1.06, 1.03 and 1.00 of deep_gemm's time at 8, 32, 128, 512 and 2048 rows of
-# Phi-3.5-MoE (26 million elements); on an H100 0.98 and 1.01 at 128 and 512 of these, and 0.97,
-# 1.03, 1.00 at 256, 1024 and 4096 of Mixtral (59 million). Of the 15 million of DeepSeek-V3 and
-# fewer it was the faster one everywhere.
+# Rows from which deep_gemm is faster again, by elements of an expert's w2; of smaller experts this
+# backend is the faster one everywhere.
 GROUPS_FASTER_TO = ((1 << 25, 512), (1 << 24, 80))
 
 

@@ -1,6 +1,6 @@
 """DeepGEMM's grouped GEMMs: loading the library, and its calls. Imports torch alone.
 
-DeepGEMM compiles a kernel with nvcc at the first call with a shape, which takes 1 to 3 s, and
+DeepGEMM compiles a kernel with nvcc at the first call with a shape, which takes seconds, and
 caches it on disk.
 """
 

@@ -1,9 +1,7 @@
 """The CPU kernels of csrc/cpu/grouped_mm.cpp, called through ctypes if they were built.
 
-Speed compared with one library product per expert, for 32 experts of (1024, 1024) read from
-memory: on two EPYC cores with AVX-512, 1.8 times in bf16 and 3.0 times in fp32 with 3 rows an
-expert, 1.1 and 1.5 times with 64 rows; on two hardware threads of one core with AVX2, 4.2 and 4.4
-times with 3 rows, 1.2 and 1.3 times with 64 rows (there bf16 is computed in fp32).
+They are faster than one library product per expert where experts have few rows, since libraries
+repack a weight on every call (docs/kernels/cpu.md). With AVX2 bf16 is computed in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from moe_ops.csrc import build
 
 _LIBRARY = Path(__file__).parents[2] / "cpu_grouped_mm.so"
 # Rows an expert up to which the kernels are faster, by the width of AVX. Library GEMMs on AMX are
-# faster in bf16 from 14 to 20 rows on, on a Xeon.
+# faster in bf16 from fewer rows on.
 _MOST_ROWS = {
     512: {torch.bfloat16: 96, torch.float32: 1 << 30},
     2: {torch.bfloat16: 96, torch.float32: 96},

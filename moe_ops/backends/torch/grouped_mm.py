@@ -96,9 +96,8 @@ def values(
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = a @ b + bias on a CPU. In fp32, rounded at the end, if that is faster.
 
-    Without instructions for 16-bit numbers, torch multiplies them a row at a time. On an EPYC with
-    AVX2 and weights of 1024 x 1024, 8 rows took 1.5 ms in bf16, and 1.7 ms in fp32 with the
-    conversion included; 64 rows took 12 and 2.9 ms.
+    Without instructions for 16-bit numbers, torch multiplies them a row at a time: from a few rows
+    on converting the weight to fp32 costs less.
     """
     if a.shape[0] >= _WIDENED_ROWS and _multiplied_by_rows(a.dtype):
         y = torch.mm(a.float(), b.float())

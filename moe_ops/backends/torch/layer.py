@@ -54,9 +54,7 @@ _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDEST = 1024  # AMX beside AVX-512, of the instructions that the kernels may use
 COLUMNS = 32  # K and I are multiples of it
 # bf16 weights: rows an expert up to which the layer is faster than a grouped product at a time, by
-# the instructions in use. On two cores of an EPYC (Zen 4) it took, with AVX-512, 0.82 of the time
-# at 1 row, 0.85 at 8, 0.96 at 12 and 0.94 to 1.04 beyond; with AVX2 0.85 at 1, 0.90 at 2 and 1.06
-# at 4. With AMX, on two cores of a Xeon, 0.66 at 8; up to 32 rows a weight is read once there.
+# the instructions in use. With AMX a weight is read once for up to 32 rows.
 MOST_ROWS_OF_BF16 = {1024: 32, 512: 12, 128: 4, 2: 3}
 ALIGNMENT = 64
 # of ExpertsArgs: tensors; scales and biases; and behind them the expert map alone

@@ -55,7 +55,7 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
 
-# cached: it has two sym_min of 0.8 us
+# cached: two sym_min cost every call time
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 
 

@@ -1,8 +1,8 @@
 // SM90: e4m3 x e4m3 with fp32 scales in the epilogue. A are rows of activations, B weights (N, K).
 //
 // Sums are those of the tensor cores (FastAccum): at K = 7168 their error is 1.9e-3 of the result,
-// rounding it to bf16 1.7e-3; with promotion to fp32 registers each 128 columns the kernels took
-// 2 to 3.7 times as long on an H200, in tiles of 128 x 128 (docs/kernels/cutlass.md).
+// rounding it to bf16 1.7e-3; promotion to fp32 registers each 128 columns would take
+// a multiple of the time (docs/kernels/cutlass.md).
 #pragma once
 
 #include "common.cuh"

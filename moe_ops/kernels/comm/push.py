@@ -73,10 +73,9 @@ from moe_ops.ops.exchange import opened
 
 THREADS = 256  # of a program at most
 # Programs that send, at most. Few keep the link busy, and those that receive need the more of a
-# launch's 256: on two H200s dispatch of 4096 tokens takes 54.1, 52.6, 52.9, 52.3, 54.4 and 72.8 us
-# with 24, 32, 40, 48, 64 and 128, of 8192 110, 103, 101, 104, 112 and 144 (several runs).
+# launch's 256: from 24 to 48 make no difference, more are slower.
 SENDERS = 40
-# Of sums that are made on the way: 72, 65, 66 and 85 us with 72, 88, 96 and 128.
+# Of sums that are made on the way, which read what they send from several rows.
 ADDING_SENDERS = 88
 MOST_COPIED = 16384  # bytes that a program holds at a time
 MOST_ROUTED = 1024  # pairs whose ids it does
@@ -465,8 +464,7 @@ def send_rows(
             tl.store(rows_ptr + row[:, None] * PITCH + k[None, :], bits, mask=there)
         if FLAGS and step % tiles == tiles - 1:
             tl.debug_barrier()  # before thread 0 sets flags
-            # On four H200s dispatch of 128 tokens takes 11 us with one fence and 16 with three; of
-            # 4096 and 8192, 176 and 338 for 170 and 312.
+            # One fence for all ranks serves few tokens, a fence for each many of them.
             set_flags(
                 buffer_ptr, peers, parity, program + step // tiles * SENDERS, epoch, M, R, BLOCKS,
                 ONE_FENCE=ROWS == 1,

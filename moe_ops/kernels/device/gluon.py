@@ -59,8 +59,8 @@ class Boxes(NamedTuple):
     layout: Any
 
     def of(self, base: Tensor) -> Any:
-        """The descriptor of a tensor. Its constructor is skipped: it takes 7 us to check what
-        callers know.
+        """The descriptor of a tensor. Its constructor is skipped: it checks what callers
+        know, in each call.
         """
         found = object.__new__(TensorDescriptor)
         found.base = base

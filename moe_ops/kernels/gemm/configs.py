@@ -213,9 +213,9 @@ def _choose_fp8(
     """
     average = rows / groups
     odd = bool(K % 16 or I % 16)
-    # Quantizing h by groups in GEMM1's epilogue was 1 to 30 % faster than in GEMM2's mainloop, and
-    # a kernel that quantizes x was 2 to 4 % faster than GEMM1's mainloop. But rows that are not
-    # aligned to 16 bytes are quantized in the mainloops.
+    # Quantizing h by groups in GEMM1's epilogue is faster than in GEMM2's mainloop, and a kernel
+    # that quantizes x faster than GEMM1's mainloop, which would do it in every tile. But rows that
+    # are not aligned to 16 bytes are quantized in the mainloops.
     # For one token, GEMM1's wide tiles may leave multiprocessors idle: then GEMM2 quantizes h,
     # unless its sums are long.
     few = direct and I <= 2048 and rows * I <= 96 * 128
@@ -233,11 +233,8 @@ def _choose_fp8(
         gemm1 = GemmConfig(256 if x_scale == "group" and not wide and gated else 128, 128, 4, 4)
         gemm2 = GemmConfig(128, 128, 4, 4)
         if gemm1.block_n == 256:
-            # On an H200 within 4 % of the best of 19 configs of GEMM1 and of 12 of GEMM2, for 1 to
-            # 256 tokens of qwen3, mixtral and dsv3.
             # Tiles of one token that are more than multiprocessors, and at most twice as many, run
-            # in one wave with fewer stages, on GPUs whose shared memory holds two such blocks: on
-            # an H200 a layer of Mixtral, which has 224, took 98.0 us for 101.3 in turns.
+            # in one wave with fewer stages, on GPUs whose shared memory holds two such blocks.
             two_each = direct and MULTIPROCESSORS < rows * cdiv(I, 128) <= 2 * MULTIPROCESSORS
             two_each = two_each and shared_memory > LARGE_SHARED_MEMORY
             gemm1 = GemmConfig(256, 128, 3 if two_each else 5, 4 if block_m <= 32 else 8)
@@ -247,8 +244,7 @@ def _choose_fp8(
         elif x_scale == "row" and few:
             gemm1 = gemm2 = GemmConfig(64, 128, 6, 4)
         elif x_scale == "group" and few:
-            # tiles of 256 that are fewer than multiprocessors took 20.7 us of a layer on an H200
-            # where those of 128 took 19.8
+            # wider tiles leave multiprocessors idle where they are fewer than those
             wide2 = 256 if rows * K >= 256 * 132 else 128
             gemm1, gemm2 = GemmConfig(64, 128, 6, 4), GemmConfig(wide2, 128, 4, 4)
         if block_m == 64 and not quantize:  # conversions need registers
@@ -271,10 +267,8 @@ def _choose_fp8(
 def _choose_gemv(quantized: bool, itemsize: int, K: int, I: int, chunk: int) -> LayerConfig:  # noqa: E741
     """Config of the kernels of gemv.py: BLOCK_N columns of h or of the output, and BLOCK_K.
 
-    Measured on an H200 for qwen3, mixtral, dsv3, gptoss20, glm45air, e64 and e160
-    (docs/performance.md). If each block quantizes x, it has more rows of weights, which share that
-    work. BLOCK_K of GEMM2 covers the whole sum if it can: for sums of 1408 columns, BLOCK_K = 1024
-    took 19 and 43 % longer for a layer in bf16, 8 and 14 % in fp8_block.
+    If each block quantizes x, it has more rows of weights, which share that work. BLOCK_K of GEMM2
+    covers the whole sum if it can: a second step of a few columns takes as long as a whole one.
     """
 
     def gemm(n: int, k: int, num_stages: int, num_warps: int, columns: int) -> GemmConfig:
@@ -315,15 +309,14 @@ def gemv_space(base: LayerConfig, K: int, I: int) -> tuple[list[LayerConfig], li
 
 
 def _choose_tma(rows: int, groups: int, I: int, quantized: bool, gated: bool) -> LayerConfig:  # noqa: E741
-    """Config of the kernels of sm90_tma.py, measured on an H200.
+    """Config of the kernels of sm90_tma.py.
 
     From 48 rows an expert on, blocks have 128 rows: they hold all rows of most experts, so that
     weights are read once. GEMM1 skips the second half of a block if that is empty, and in GEMM2
-    two programs share a block. Qwen3 at M = 1024 and Mixtral at 256 took 2 to 6 % less than with
-    blocks of 64. In e4m3, tiles of 64 x 128 in GEMM2 leave room for three programs a
+    two programs share a block. In e4m3, tiles of 64 x 128 in GEMM2 leave room for three programs a
     multiprocessor, which scale their sums while others multiply. In 16 bits, from 96 rows an
-    expert on, one program for a whole block of GEMM2 is 2 to 6 % faster; if its sums are short,
-    two programs a multiprocessor hide each other's prologue and epilogue.
+    expert on, one program takes a whole block of GEMM2; if its sums are short, two programs a
+    multiprocessor hide each other's prologue and epilogue.
     """
     average = rows / groups
     block_m, split_m = (64, 1) if average < 48 else (128, 2)

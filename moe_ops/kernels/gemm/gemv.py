@@ -56,8 +56,8 @@ def round_groups(x, BLOCK_K: tl.constexpr, POWERS: tl.constexpr, NATIVE: tl.cons
     """
     x = x.reshape(BLOCK_K // 128, 128)
     scale = e4m3_scale(tl.max(tl.abs(x), 1), POWERS)
-    # With `reciprocal`, GEMM2 of DeepSeek-V3 took 156 registers for 128, three blocks a
-    # multiprocessor for four: 110 us a layer on an H200 for 90.
+    # `reciprocal` has a branch across which registers live: GEMM2 would take 156 for 128, and
+    # three blocks would fit on a multiprocessor for four.
     code = stored(quotient(x, scale[:, None], near_reciprocal(scale)[:, None]), NATIVE)
     x = (code if NATIVE else decode_activation(code)).to(tl.float32)
     return x.reshape(BLOCK_K), scale
@@ -195,9 +195,8 @@ def accumulate(
 @unprefixed
 class GemvWeight(NamedTuple):
     """A weight and what belongs to it: its pointers. Kernels take these first and numbers after
-    them, because ptxas merges loads of neighbouring parameters, and that moves the loads of
-    weights: one token of Qwen3 in fp8_block took 16.46 us on an H200 with this order of
-    parameters, and 16.87 with each tensor's strides beside its pointer.
+    them, because ptxas merges loads of neighbouring parameters, and that delays the loads of
+    weights if each tensor's strides stand beside its pointer.
     """
 
     w: Pointer  # (E, N, K)
@@ -343,9 +342,8 @@ def moe_ops_gemv1(
         u_scale_ptr = w_scale_ptr + first_up // 128 * w_scale_stride_n
     groups = tl.cdiv(K, 128)
     # What arrives quantized needs little arithmetic, which then no longer hides what the weights
-    # take: asked for first, on an H200, one token of DeepSeek-V3 on one of eight GPUs took 42.3 us
-    # rather than 46.6, and of Qwen3 17.9 rather than 18.1. Quantized here, the latter took 18.3
-    # for 17.3: more registers, fewer blocks at once.
+    # take, so these are asked for first. Where x is quantized here, that would take more
+    # registers, and fewer blocks would run at once.
     WEIGHTS_FIRST: tl.constexpr = x_scale_ptr is not None
     # the factor comes before quantization; what arrives quantized is multiplied by it later
     QUANTIZE_PRODUCT: tl.constexpr = QUANTIZED and x_scale_ptr is None

@@ -300,7 +300,7 @@ def gemm1_rows(
     token = pair // top_k
     row = token
     if QUANTIZED:
-        # A mask of x would exceed the registers, which costs 15 % at mixtral's sizes. Instead,
+        # A mask of x would exceed the registers, which spill then. Instead,
         # unused rows repeat the block's rows: one row for all of them would be loaded by all
         # programs at once.
         again = first + (position - first) % tl.maximum(tl.sum(ok.to(tl.int32), 0), 1)
