@@ -48,7 +48,7 @@ def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | Non
     if quantized is not None:
         check_groups(name, weight.shape, quantized)
     largest = torch.linalg.vector_norm(weight.detach(), math.inf, (1, 2))
-    _check_finite(name, largest)
+    _check_finite(name, largest.isfinite())
     desc = None if quantized is None else quantized.weight
     if (
         quantized is not None
@@ -148,11 +148,11 @@ def _checked_scale(
     if name == "zero_point" and not desc.minimum:
         _check_zero_points(value, desc.dtype)
     elif name == "scale" and desc.is_mx:
-        _check_finite(name, torch.where(value == 255, torch.nan, 0.0))
+        _check_finite(name, _per_expert(value).amax(1) != 255)
         if desc.dtype == "e2m1":
             _check_at_most(name, value, LARGEST_E8M0, "(2^33) for e2m1 elements")
     else:
-        _check_finite(name, value.to(torch.float32))
+        _check_finite(name, _are_finite(value))
         if name == "scale" and desc.powers_of_two:
             _check_powers_of_two(name, value, scheme)
         if name == "scale" and desc.e4m3_products:
@@ -220,11 +220,21 @@ def _check_matrices(name: str, t: Tensor) -> None:
         )
 
 
-def _check_finite(name: str, values: Tensor) -> None:
-    """Raise, naming the experts, unless all of these numbers (E, ...) are finite."""
-    if not known(values):
+def _per_expert(values: Tensor) -> Tensor:
+    return values.reshape(values.shape[0], -1)
+
+
+def _are_finite(values: Tensor) -> Tensor:
+    """(E,) of numbers (E, ...); makes nothing of their size but of narrow dtypes."""
+    if values.dtype == torch.float8_e4m3fn:  # NaN has the largest code
+        return (_per_expert(values.view(torch.uint8)) & 127).amax(1) != 127
+    return torch.linalg.vector_norm(_per_expert(values).float(), math.inf, 1).isfinite()
+
+
+def _check_finite(name: str, finite: Tensor) -> None:
+    """Raise, naming the experts, unless the numbers of all are finite, (E,) bool."""
+    if not known(finite):
         return
-    finite = torch.isfinite(values).reshape(values.shape[0], -1).all(1)
     experts = (~finite).nonzero().flatten().tolist()
     if experts:
         raise ValueError(f"{name} must be finite, got NaN or Inf in experts {experts}")

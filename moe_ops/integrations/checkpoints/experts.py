@@ -30,11 +30,13 @@ from moe_ops.integrations.checkpoints.formats import (
     Matrix,
     format_of,
 )
+from moe_ops.integrations.checkpoints.stacks import Parts, Stack, for_each, kept
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors import from_quantized, quantize
 
 Source = dict[str, str]  # role -> name of a tensor in the files
 BIAS = "bias"  # no part of a weight
+LOADING = "loading experts"
 # fp8 with a scale for a matrix -> the same values and activations with one for each row
 BY_ROWS = {
     "fp8_tensor": "fp8_channel_tensor",
@@ -105,6 +107,9 @@ class Checkpoint:
             raise ValueError(f"quantization_config must be a dict, got {quantization_config!r}")
         self.config = quantization_config
         self.others: dict[str, tuple[str, ...]] = {}  # matrix -> its names in the model
+        self._configs: dict[
+            tuple[str, ...], dict[str, Any]
+        ] = {}  # method, names -> a matrix's part
 
     def expert_weight(
         self,
@@ -265,21 +270,69 @@ class Checkpoint:
         for.
         """
         name = scheme_for(weight, scheme)
+        parts = self._parts(weight, name, device)
         if not name:
-            parts = _stack(self._plain(weight, device), len(weight.experts))
             return parts["plain"] if dtype is None else parts["plain"].to(dtype)
-        matrices = self._quantized if weight.format else self._quantizing
-        parts = _stack(matrices(weight, name, device), len(weight.experts))
         activation = get_scheme(name).activation
         if activation is not None and (activation.static or activation.global_scale):
             parts |= self._activation_scale(weight, device)
         try:
             tensor = from_quantized(name, **parts)
         except ValueError as error:
+            self._check_finite(weight)
             raise ValueError(
                 f"{weight.name} of {self._where(weight.sources[0][0])}: {error}"
             ) from error
         return tensor if dtype is None else tensor.to(dtype)
+
+    def _parts(self, weight: Weight, scheme: str, device: Any) -> Parts:
+        """The tensors (E, ...) of a weight, by name; "plain" is one without a scheme."""
+        quantizing = scheme and weight.format is None
+        if not weight.stacked and not quantizing:
+            return {n: t.to(device) for n, t in self._single(weight, scheme).items()}
+        stack = Stack(len(weight.experts), weight.in_turn)
+        each = (self._quantizing if quantizing else self._slices)(weight, scheme, device)
+        for e, parts in enumerate(environment.progress_bar(each, LOADING, stack.count)):
+            stack.put(e, parts)
+        return stack.tensors
+
+    def _single(self, weight: Weight, scheme: str) -> Parts:
+        """Experts that lie one by one, which threads read and convert, each into its place; on the
+        CPU.
+        """
+        experts = [tuple([projection[e] for projection in weight.sources]) for e in weight.experts]
+        stack = Stack(len(experts), weight.in_turn)
+        by_rows = bool(scheme) and get_scheme(scheme).quantized_weight.group.is_row
+        # of each projection: role -> name of what needs no conversion
+        unchanged: list[dict[str, str]] = [{} for _ in weight.sources]
+
+        def read(e: int, places: list[Parts]) -> None:
+            found = []
+            for i, source in enumerate(experts[e]):
+                into = {role: places[i][name] for role, name in unchanged[i].items()}
+                tensors = self._read(
+                    source, "cpu", into=self._fitting(into, source, experts[0][i])
+                )
+                parts = self._convert(weight, source, tensors)
+                if e == 0:
+                    unchanged[i] = kept(tensors, parts)
+                found.append(_by_rows(parts) if by_rows else parts)
+            stack.put(e, self._checked(found, experts[e]))
+
+        read(0, [])
+        for_each(lambda e: read(e, stack.places(e)), range(1, len(experts)), LOADING)
+        return stack.tensors
+
+    def _fitting(self, into: Parts, source: Source, first: Source) -> Parts:
+        """The places of tensors that are stored like those of the first expert."""
+        entries = self.files.entries
+        return {
+            role: place
+            for role, place in into.items()
+            if place.is_contiguous()
+            and entries[source[role]].dtype == entries[first[role]].dtype
+            and entries[source[role]].bytes == place.nbytes
+        }
 
     def scales_differ(self, weight: Weight) -> bool:
         """Whether fp8 projections of an expert have different scales for the whole of a matrix;
@@ -306,10 +359,6 @@ class Checkpoint:
                 scales.append(scale)
         return {"activation_scale": torch.stack(scales).amax()} if scales else {}
 
-    def _plain(self, weight: Weight, device: Any) -> Iterator[dict[str, Tensor]]:
-        for rows in self._rows(weight, device):
-            yield {"plain": rows}
-
     def _rows(self, weight: Weight, device: Any) -> Iterator[Tensor]:
         """The plain (N, K) matrices of a weight, one expert at a time."""
         if weight.stacked:
@@ -327,7 +376,7 @@ class Checkpoint:
                 [self._read(p[e], device)["weight"] for p in weight.sources], weight.in_turn
             )
 
-    def _quantizing(self, weight: Weight, scheme: str, device: Any) -> Iterator[dict[str, Tensor]]:
+    def _quantizing(self, weight: Weight, scheme: str, device: Any) -> Iterator[list[Parts]]:
         """Quantize plain weights, one expert at a time."""
         for e, rows in zip(weight.experts, self._rows(weight, device), strict=True):
             source = weight.sources[0][0 if weight.stacked else e]
@@ -336,62 +385,52 @@ class Checkpoint:
             except ValueError as error:
                 raise ValueError(f"{self._where(source)}, expert {e}: {error}") from error
             names = tensor.__tensor_flatten__()[0]
-            yield {n: getattr(tensor, n).squeeze(0) for n in names}
+            yield [{n: getattr(tensor, n).squeeze(0) for n in names}]
 
-    def _quantized(self, weight: Weight, scheme: str, device: Any) -> Iterator[dict[str, Tensor]]:
-        """The quantized matrices of a weight, one expert at a time, projections stacked."""
-        rows = get_scheme(scheme).quantized_weight.group.is_row
-        convert = _by_rows if rows else dict
-        if weight.stacked:
-            first = tuple(projection[0] for projection in weight.sources)
-            stacks = [self._convert(weight, source, device) for source in first]
-            for e in range(len(weight.experts)):
-                parts = [{n: t[e] if t.dim() else t for n, t in s.items()} for s in stacks]
-                if weight.columns_first:
-                    parts = [p | {"qdata": p["qdata"].T} for p in parts]
-                parts = [_by_rows(p) for p in parts] if rows else parts
-                yield self._join(parts, first, weight.in_turn)
+    def _slices(self, weight: Weight, scheme: str, device: Any) -> Iterator[list[Parts]]:
+        """The matrices of a stack, quantized or plain, one expert at a time."""
+        if weight.format is None:
+            yield from ([{"plain": rows}] for rows in self._rows(weight, device))
             return
-        for e in weight.experts:
-            expert = tuple([projection[e] for projection in weight.sources])
-            yield self._join(
-                [convert(self._convert(weight, s, device)) for s in expert],
-                expert,
-                weight.in_turn,
-            )
+        by_rows = get_scheme(scheme).quantized_weight.group.is_row
+        first = tuple(projection[0] for projection in weight.sources)
+        stacks = [self._convert(weight, s, self._read(s, device, weight)) for s in first]
+        for e in range(len(weight.experts)):
+            parts = [{n: t[e] if t.dim() else t for n, t in s.items()} for s in stacks]
+            if weight.columns_first:
+                parts = [p | {"qdata": p["qdata"].T} for p in parts]
+            yield self._checked([_by_rows(p) for p in parts] if by_rows else parts, first)
 
-    def _convert(self, weight: Weight, source: Source, device: Any) -> dict[str, Tensor]:
-        assert weight.format is not None
-        source = {role: tensor for role, tensor in source.items() if role != FACTORS}
-        tensors = self._read(source, device, weight)
+    def _convert(self, weight: Weight, source: Source, tensors: Parts) -> Parts:
+        if weight.format is None:
+            return {"plain": tensors["weight"]}
         try:
-            parts = weight.format.convert(
+            return weight.format.convert(
                 tensors, self._config(weight.format, source, weight.values_only)
             )
-            for name, t in parts.items():
-                if (
-                    name != "qdata"
-                    and t.dtype.is_floating_point
-                    and not t.float().isfinite().all()
-                ):
-                    raise ValueError(f"{name.replace('_', ' ')} must be finite, got NaN or Inf")
         except ValueError as error:
             raise ValueError(f"{self._where(source)}: {error}") from error
-        return parts
 
-    def _join(
-        self, parts: list[dict[str, Tensor]], expert: tuple[Source, ...], in_turn: bool
-    ) -> dict[str, Tensor]:
-        """One matrix of the projections' rows, in their order."""
-        joined = parts[0]
-        if len(parts) == 1:
-            return joined
-        out = {}
-        for name, t in joined.items():
-            others = [p[name] for p in parts]
-            if t.dim():
-                out[name] = join_rows(others, in_turn)
-            elif any(not torch.equal(o, t) for o in others):
+    def _check_finite(self, weight: Weight) -> None:
+        """Raise for the first matrix whose scales are not all finite; plain weights have none."""
+        matrices = [projection[e] for projection in weight.sources for e in range(len(projection))]
+        for source in matrices if weight.format else ():
+            for name, t in self._convert(weight, source, self._read(source, "cpu")).items():
+                if name == "qdata" or not t.dtype.is_floating_point:
+                    continue
+                if not t.float().isfinite().all():
+                    raise ValueError(
+                        f"{self._where(source)}: {name.replace('_', ' ')} must be finite, got "
+                        "NaN or Inf"
+                    )
+
+    def _checked(self, projections: list[Parts], expert: tuple[Source, ...]) -> list[Parts]:
+        """The matrices of an expert's projections, if those that become one agree in the numbers
+        that it has once.
+        """
+        for name, t in projections[0].items():
+            others = [parts[name] for parts in projections]
+            if not t.dim() and any(not torch.equal(o, t) for o in others):
                 values = ", ".join(f"{o.item():.9g}" for o in others)
                 raise ValueError(
                     f"{self._where(expert[0])} must have the {name.replace('_', ' ')} of the "
@@ -399,9 +438,7 @@ class Checkpoint:
                     f"{values}; quantize again with one scale for gate and up, or for fp8 give a "
                     "scheme with a scale for each row, such as 'fp8_channel_tensor_static'"
                 )
-            else:
-                out[name] = t
-        return out
+        return projections
 
     def share_scales(
         self, name: str, stacked: list[Source], single: list[dict[int, Source]]
@@ -466,8 +503,10 @@ class Checkpoint:
         if not form.tells:
             role, tensor = next(iter(source.items()))
             module = module_of(tensor, role)
-            others = self.others.get(module, ())
-            config = self._said(config_for, module, *others, method=form.method)
+            key = (form.method, module, *self.others.get(module, ()))
+            if key not in self._configs:  # asked for again when the matrix is read
+                self._configs[key] = self._said(config_for, *key[1:], method=form.method)
+            config = self._configs[key]
         return config | {VALUES_ONLY: True} if values_only else config
 
     def _said(self, function: Callable, *arguments: str, **options: str) -> Any:
@@ -478,11 +517,19 @@ class Checkpoint:
             raise ValueError(f"{self._said_in}{error}") from error
 
     def _read(
-        self, source: Source, device: Any, weight: Weight | None = None
-    ) -> dict[str, Tensor]:
-        """The tensors of a matrix; of the weight's experts, if it is a stack."""
+        self,
+        source: Source,
+        device: Any,
+        weight: Weight | None = None,
+        into: Parts | None = None,
+    ) -> Parts:
+        """The tensors of a matrix; of the weight's experts, if it is a stack. ``into``: where to
+        read them.
+        """
+        source = {role: tensor for role, tensor in source.items() if role != FACTORS}
         if weight is None or not weight.stacked or weight.ids is None:
-            return {role: self.files.read(tensor, device) for role, tensor in source.items()}
+            places = into or {}
+            return {r: self.files.read(t, device, into=places.get(r)) for r, t in source.items()}
         E, found = weight.shape[0], {}
         for role, tensor in source.items():
             # a plain weight may have the experts' rows behind one another
@@ -511,7 +558,7 @@ class Checkpoint:
         return values.mul_(factors).to(dtype)
 
 
-def _by_rows(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+def _by_rows(parts: Parts) -> Parts:
     """One matrix (N, K) with a scale for each row, if it has one for all."""
     scale = parts["scale"]
     return parts if scale.dim() else parts | {"scale": scale.expand(len(parts["qdata"]), 1)}
@@ -602,14 +649,3 @@ def scheme_for(weight: Weight, scheme: str | QuantScheme | None) -> str:
             f"{weight.name} is quantized already, got {wanted.name!r}; leave scheme out"
         )
     return wanted.name
-
-
-def _stack(matrices: Iterator[dict[str, Tensor]], count: int) -> dict[str, Tensor]:
-    """Stack tensors as they come, so that no more than one matrix exists twice."""
-    out: dict[str, Tensor] = {}
-    for e, parts in enumerate(environment.progress_bar(matrices, "loading experts", count)):
-        for name, t in parts.items():
-            if name not in out:
-                out[name] = t.new_empty((count, *t.shape))
-            out[name][e] = t
-    return out

@@ -94,13 +94,17 @@ class TensorFiles:
         device: torch.device | str = "cpu",
         count: int = 1,
         ids: range = range(1),
+        into: Tensor | None = None,
     ) -> Tensor:
         """One tensor, read from its file; of `count` pieces as long along its first dimension
-        those of `ids` alone, one after the other.
+        those of `ids` alone, one after the other. ``into``: contiguous memory of as many bytes,
+        on the CPU, that the result is then a view of.
         """
         entry = self.entries[name]
         piece = entry.bytes // count
-        data = torch.empty(len(ids) * piece, dtype=torch.uint8)
+        if into is None:
+            into = torch.empty(len(ids) * piece, dtype=torch.uint8, device="cpu")
+        data = into.view(-1).view(torch.uint8)
         runs = [ids] if ids.step == 1 else [range(i, i + 1) for i in ids]
         rest = data.numpy().data
         with entry.file.open("rb", buffering=0) as f:  # a buffer would read more than is asked for

@@ -22,7 +22,12 @@ from moe_ops.integrations.checkpoints.common import (
     shape_of,
     shown,
 )
-from moe_ops.integrations.checkpoints.packings import AWQ_ORDER, pack_nibbles, unpack_int32
+from moe_ops.integrations.checkpoints.packings import (
+    AWQ_ORDER,
+    octets,
+    pack_nibbles,
+    unpack_int32,
+)
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
 
 _ACT_ORDER = (
@@ -80,7 +85,7 @@ def convert_packed(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     zero = t.get("weight_zero_point")
     if zero is not None:  # the last word may hold rows that are not there
         zero = unpack_int32(zero, bits, -2)[..., : t["weight_packed"].shape[-2], :]
-    return _integers(unpack_int32(t["weight_packed"], bits, -1), zero, t["weight_scale"], bits)
+    return _integers(octets(t["weight_packed"], -1), zero, t["weight_scale"], bits)
 
 
 def is_unpacked(t: dict, config: Config) -> bool:
@@ -115,15 +120,16 @@ def convert_unpacked(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     low, high = t["weight"].aminmax()
     if low < -8 or high > 7:
         raise ValueError(f"weight must be in -8..7, integers of 4 bits, got {low}..{high}")
-    return _integers((t["weight"] + 8).view(torch.uint8), None, t["weight_scale"], 4)
+    codes = (t["weight"] + 8).view(torch.uint8)
+    return _integers(pack_nibbles(codes), None, t["weight_scale"], 4)
 
 
-def _integers(codes: Tensor, zero: Tensor | None, scale: Tensor, bits: int) -> dict[str, Tensor]:
-    """Unsigned codes (N, K) and zero points (N, K/g) as int4 or int8 schemes keep them."""
-    if bits == 4:
-        parts = {"qdata": pack_nibbles(codes), "scale": scale.contiguous()}
-    else:
-        parts = {"qdata": (codes ^ 128).view(torch.int8), "scale": scale.contiguous()}
+def _integers(packed: Tensor, zero: Tensor | None, scale: Tensor, bits: int) -> dict[str, Tensor]:
+    """Unsigned codes (N, K * bits / 8) and zero points (N, K/g), a byte each, as int4 or int8
+    schemes keep them.
+    """
+    qdata = packed if bits == 4 else (packed ^ 128).view(torch.int8)
+    parts = {"qdata": qdata, "scale": scale.contiguous()}
     if zero is not None:
         zero = zero.contiguous()
         parts["zero_point"] = zero if bits == 4 else (zero ^ 128).view(torch.int8)
@@ -152,20 +158,20 @@ def describe_gptq(t: dict, config: Config) -> Matrix:
 
 def convert_gptq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     bits = config.get("bits", 4)
-    codes = unpack_int32(t["qweight"], bits, 0).T
+    packed = octets(t["qweight"], 0)
     zero = unpack_int32(t["qzeros"], bits, 1).T
     if config.get("checkpoint_format", "gptq") != "gptq_v2":
         # files of the first version hold the zero point minus one, modulo 2**bits
         zero = (zero + 1) & (2**bits - 1)
     if "g_idx" in t:
-        k, groups = codes.shape[1], zero.shape[1]
-        expected = torch.arange(k, device=codes.device) // (k // groups)
+        k, groups = len(t["g_idx"]), zero.shape[1]
+        expected = torch.arange(k, device=packed.device) // (k // groups)
         if not torch.equal(t["g_idx"].long(), expected):
             raise ValueError(_ACT_ORDER.format("act-order (a g_idx that does not ascend)"))
     if config.get("sym"):
         _check_symmetric(zero, bits, "sym=True says", "; is its checkpoint_format right?")
-        return _integers(codes, None, t["scales"].T, bits)
-    return _integers(codes, zero, t["scales"].T, bits)
+        return _integers(packed, None, t["scales"].T, bits)
+    return _integers(packed, zero, t["scales"].T, bits)
 
 
 def _check_symmetric(zero: Tensor, bits: int, said: str, hint: str = "") -> None:
@@ -196,12 +202,12 @@ def describe_awq(t: dict, config: Config) -> Matrix:
 
 
 def convert_awq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    codes = unpack_int32(t["qweight"], 4, 1, AWQ_ORDER).T
+    packed = pack_nibbles(unpack_int32(t["qweight"], 4, 1, AWQ_ORDER).T)
     zero = unpack_int32(t["qzeros"], 4, 1, AWQ_ORDER).T
     if config.get("zero_point") is False:
         _check_symmetric(zero, 4, "zero_point=False says")
-        return _integers(codes, None, t["scales"].T, 4)
-    return _integers(codes, zero, t["scales"].T, 4)
+        return _integers(packed, None, t["scales"].T, 4)
+    return _integers(packed, zero, t["scales"].T, 4)
 
 
 def describe_int_words(t: dict, config: Config) -> Matrix:

@@ -12,6 +12,19 @@ from torch import Tensor
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
+def octets(words: Tensor, dim: int) -> Tensor:
+    """The bytes of int32 words of neighbours along ``dim``, the first in the low bits: of codes of
+    4 bits the one layout that moe_ops keeps, of 8 bits the codes.
+
+    Args:
+        words: (..., n, ...) int32.
+
+    Returns:
+        uint8, with 4 n bytes along the last dimension.
+    """
+    return words.movedim(dim, -1).contiguous().view(torch.uint8)  # little endian
+
+
 def unpack_int32(
     words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None
 ) -> Tensor:
@@ -26,10 +39,9 @@ def unpack_int32(
         uint8, with n * 32 / bits elements along ``dim``.
     """
     per_word = 32 // bits
-    octets = words.movedim(dim, -1).contiguous().view(torch.uint8)  # little endian: low bits first
-    codes = octets
+    codes = octets(words, dim)
     if bits == 4:
-        codes = torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     if order is not None:
         places = [order.index(i) for i in range(per_word)]
         codes = codes.unflatten(-1, (-1, per_word))[..., places].flatten(-2)

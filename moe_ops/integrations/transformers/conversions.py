@@ -7,6 +7,7 @@ names that quantized checkpoints put in the place of "weight".
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -47,6 +48,12 @@ class OwnReader(loading.WeightConverter):
     def __init__(self, source_patterns: list[str], target: str):
         super().__init__(source_patterns, [target], [_Unused()])
         self.tensors: list[tuple[str, Any]] = []
+
+    def __deepcopy__(self, memo: dict) -> OwnReader:
+        """transformers copies it for each tensor, and keeps one copy for each parameter."""
+        reader = copy.copy(self)
+        reader.tensors = []
+        return reader
 
     def add_tensor(
         self, target_key: str, source_key: str, source_pattern: str, future: Any

@@ -266,9 +266,9 @@ def test_no_more_than_one_expert_is_in_memory(tmp_path, monkeypatch):
     checkpoint, alive, most = Checkpoint(tmp_path, {}), [], 0
     read = checkpoint.files.read
 
-    def watched(name, *args):
+    def watched(name, *args, **options):
         nonlocal most
-        tensor = read(name, *args)
+        tensor = read(name, *args, **options)
         alive.append(weakref.ref(tensor))
         most = max(most, sum(ref() is not None for ref in alive))
         return tensor
