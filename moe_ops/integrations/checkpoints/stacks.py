@@ -72,12 +72,16 @@ class Stack:
 
 
 def _copy(place: Tensor, part: Tensor) -> None:
-    if part.data_ptr() == place.data_ptr():
+    if place.is_cpu and _overlap(place, part):
         return  # it was read there
     if place.is_cpu and part.dtype == place.dtype:
         np.copyto(_integers(place), _integers(part.contiguous()))  # by this thread alone
     else:
         place.copy_(part)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    return np.may_share_memory(_integers(a), _integers(b))
 
 
 def _integers(t: Tensor) -> np.ndarray:
@@ -97,7 +101,7 @@ def kept(tensors: Parts, parts: Parts) -> dict[str, str]:
         for role, t in tensors.items()
         for name, part in parts.items()
         if part.dim()
-        and part.data_ptr() == t.data_ptr()
+        and _overlap(part, t)
         and part.nbytes == t.nbytes
         and part.is_contiguous()
         and t.is_contiguous()
