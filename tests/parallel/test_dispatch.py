@@ -253,7 +253,7 @@ def test_mailboxes_live_as_long_as_their_group(world, monkeypatch):
 
 
 @KINDS
-@pytest.mark.parametrize("unbacked", [False, True])
+@pytest.mark.parametrize("unbacked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_calls_refuse_too_many_tokens(world, kind, unbacked):
     """Not cut off by the padding to max_num_tokens."""
     world(0, 2)

@@ -482,7 +482,7 @@ def test_compiled_branches_take_quantized_weights():
             torch.testing.assert_close(call(x, w), chosen(x, w), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_weights_that_are_no_parameters_are_exported(strict):
     run, w, _ = layer("int8_w8a16")
 

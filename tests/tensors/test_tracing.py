@@ -79,8 +79,10 @@ def check(write, scheme, backend, uses=every_use, **options):
 
 @pytest.mark.parametrize(
     "write",
-    ["scale", "the weight", "both"]
-    + [pytest.param(n, marks=pytest.mark.slow) for n in ("qdata", "an expert's", "a view's")],
+    [
+        pytest.param(write, marks=[] if write in ("the weight", "both") else [pytest.mark.slow])
+        for write in WRITES
+    ],
 )
 def test_compiled_code_sees_what_it_wrote(write):
     uses = every_use if write == "the weight" else few_uses
