@@ -64,13 +64,25 @@ def sources(root: Path) -> dict[Path, ast.Module]:
     }
 
 
-def functions(tree: ast.AST, scope: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.AST]]:
+def functions(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """(dotted name, node) of every node's innermost function, and the node."""
-    for node in ast.iter_child_nodes(tree):
-        named = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        inner = (*scope, node.name) if named else scope  # type: ignore[attr-defined]
-        yield ".".join(scope), node
-        yield from functions(node, inner)
+    left = [("", tree)]
+    while left:
+        scope, parent = left.pop()
+        for node in ast.iter_child_nodes(parent):
+            yield scope, node
+            named = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            left.append((f"{scope}.{node.name}".lstrip(".") if named else scope, node))
+
+
+def innermost_functions(parts: list[ast.AST]) -> dict[ast.AST, ast.AST]:
+    """The innermost function of each node: later ones are within earlier ones."""
+    return {
+        part: function
+        for function in parts
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for part in ast.walk(function)
+    }
 
 
 def bindings(function: ast.AST, name: str) -> Iterator[ast.AST | None]:
@@ -174,12 +186,7 @@ def violations(root: Path) -> list[str]:
                 called_or_declared.add(node.func)
                 if name_of(node.func) == "kernel":
                     called_or_declared |= set(node.args)
-        inside = {  # the innermost function of each node: later ones are within earlier ones
-            part: function
-            for function in parts
-            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            for part in ast.walk(function)
-        }
+        inside: dict[ast.AST, ast.AST] = {}  # made where a launch is found
         for function, node in functions(tree):
             known = (path.as_posix(), function) in ADDRESSES
             if isinstance(node, ast.Attribute) and node.attr == "data_ptr" and not known:
@@ -225,6 +232,7 @@ def violations(root: Path) -> list[str]:
                 third = node.args[2] if len(node.args) > 2 else None
                 third = next((k.value for k in node.keywords if k.arg == "args"), third)
                 if isinstance(third, ast.Name):
+                    inside = inside or innermost_functions(parts)
                     found_there = list(bindings(inside.get(node, tree), third.id))
                     named = bool(found_there) and all(filled(value) for value in found_there)
                 else:
