@@ -87,9 +87,10 @@ def _mlx(config: Config, names: Names) -> Config:
     takes the mode's defaults where they are missing.
     """
     own = config.get(names[0])
-    if own is False:
+    if own is not None and (not own or not isinstance(own, (dict, bool))):
         raise ValueError(
-            f"{names[0]} of quantization must not be false: its tensors are quantized"
+            f"{names[0]} of quantization must be true or its fields, as its tensors are "
+            f"quantized, got {shown(own)}"
         )
     if isinstance(own, dict):
         check_fields(own, _OF_ONE, f"quantization[{names[0]!r}]")

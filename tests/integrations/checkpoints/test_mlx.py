@@ -118,7 +118,12 @@ BAD = {
     "not quantized": (
         None,
         GOOD | {f"{PREFIX}.gate_proj": False},
-        "gate_proj of quantization must not be false",
+        "gate_proj of quantization must be true or its fields, .* got False",
+    ),
+    "no fields": (
+        None,
+        GOOD | {f"{PREFIX}.gate_proj": {}},
+        "gate_proj of quantization must be true or its fields, .* got {}",
     ),
     "another method": (
         None,
