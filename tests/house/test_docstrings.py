@@ -1,15 +1,18 @@
-"""Docstrings read as the site reads them: items of their sections are whole.
+"""Docstrings read as the site reads them: items of their sections are whole. Neither they nor
+comments quote a time: measurements stand in benchmarks/results, a comment has the reason.
 
-`make docs` finds some of these faults, too, but only where it makes a page of the docstring.
+`make docs` finds some of the faults of sections, too, but only where it makes a page of them.
 """
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 
 import pytest
 
-from tests.house.test_imports import package_files
+from tests.house.test_imports import PACKAGE, package_files
 
 # sections that list items, and what an item begins with
 ITEMS = {
@@ -96,3 +99,48 @@ Raises:
 )
 def test_faults_of_wrapping_are_found(old, new, found):
     assert faults(WHOLE.replace(old, new) if old else WHOLE) == found
+
+
+TIME = re.compile(r"\b\d+(?:\.\d+)?[\s#]*(?:us|ms|µs|ns)\b")
+# files whose comments still quote one; what has none any more leaves the list
+WITH_TIMES = {
+    "backends/triton/mixed.py",
+    "kernels/mixed_gemm/configs.py",
+    "kernels/mixed_gemm/operands.py",
+    "kernels/mixed_gemm/sm80_mma.py",
+    "kernels/mixed_gemm/sm90_mainloop.py",
+    "kernels/mixed_gemm/sm90_mma.py",
+    "kernels/mixed_gemm/sm90_occupancy.py",
+    "kernels/mixed_gemm/sm90_wgmma.py",
+    "numerics/elements.py",
+    "ops/call.py",
+    "ops/library.py",
+    "ops/memory.py",
+}
+
+
+def times(source: str) -> list[str]:
+    """The times that its docstrings and comments quote, also over the end of a line."""
+    if not TIME.search(source):  # most files: nothing to parse
+        return []
+    texts, line = [ast.get_docstring(node) or "" for node in documented(source)], 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            text = token.string.lstrip("# ")
+            texts[-1:] = (
+                [f"{texts[-1]} {text}"] if token.start[0] == line + 1 else [texts[-1], text]
+            )
+            line = token.start[0]
+    return [found for text in texts for found in TIME.findall(text)]
+
+
+def test_comments_quote_no_times():
+    quoted = {path: times(path.read_text()) for path in package_files()}
+    assert {path.relative_to(PACKAGE).as_posix() for path in quoted if quoted[path]} == WITH_TIMES
+
+
+def test_times_are_found():
+    assert times('"""It takes 20.7 us."""\n') == ["20.7 us"]
+    assert times('def f():\n    """Of 3\n    ms."""\n') == ["3\nms"]
+    assert times("x = 1  # 26.6\n# us more\n") == ["26.6 us"]
+    assert times('x = "5 ms"  # tells us why\nus = 3\n# of 4 users\n') == []
