@@ -144,10 +144,11 @@ def _shared_by(t: dict, config: Config) -> str:
     if t["weight_scale"].dtype not in FLOATS:
         return ""
     rows, columns = math.ceil(n / 128), math.ceil(k / 128)
-    is_block = min(n, k) > 128 or (config.get("weights") or {}).get("strategy") == "block"
+    said = (config.get("weights") or {}).get("strategy")
+    is_block = min(n, k) > 128 or said == "block"
     if scale in ((*batch, rows, columns), (*batch, rows, 1, columns, 1)) and is_block:
         return "block"
-    if scale in ((*batch, n, 1), (*batch, n)):
+    if scale in ((*batch, n, 1), (*batch, n)) and (n, said) != (1, "tensor"):
         return "channel"
     return "tensor" if math.prod(scale) in (1, math.prod(batch)) else ""
 

@@ -105,6 +105,20 @@ def own_readers(
     return [*own, *kept], table
 
 
+def rename(
+    tensor: str, renamings: list, converters: list, prefix: str, state: dict[str, Any]
+) -> tuple[str, str | None]:
+    """What the model calls a tensor, and the pattern of the conversion that takes it, if one does.
+
+    As when transformers loads: a tensor that has a parameter's name already keeps it where a
+    renaming would lead to none.
+    """
+    target, pattern = loading.rename_source_key(tensor, renamings, converters, prefix, state)
+    if target not in state and tensor in state:
+        return loading.rename_source_key(tensor, [], [], prefix, state)
+    return target, pattern
+
+
 def expert_number(tensor: str) -> int | None:
     """The expert of a tensor's name; None if it holds all of them."""
     match = re.search(r"experts\.(\d+)\.", tensor)

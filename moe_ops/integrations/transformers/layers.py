@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_ops.integrations.transformers import families
 from moe_ops.integrations.transformers.activations import OPTIONS, PREFIX, HfModule, turned
 from moe_ops.nn.layer import MoELayer
-from moe_ops.tensors import sharding
+from moe_ops.tensors import ExpertTensor, sharding
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,8 @@ class Layer:
         """
         self.check_fsdp(name)
         weight = turned(weight) if self.columns_first(name) else weight
+        if hasattr(self.owner, "moe_num_experts") and not isinstance(weight, ExpertTensor):
+            weight = weight.flatten(0, 1)  # dbrx joins experts and rows, saved ones too
         weight = sharding.sharded_like(weight, getattr(self.owner, name))
         setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))
         sharding.renew_fsdp(self.owner)

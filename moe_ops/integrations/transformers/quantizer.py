@@ -170,7 +170,7 @@ class MoeOpsQuantizer(HfQuantizer):
         unclaimed: dict[str, str] = {}  # tensor -> its name in the model
         tensors = [*self._opened.files.entries, *self._opened.files.unknown]
         for tensor in sorted(tensors, key=loading.dot_natural_key):
-            target, pattern = loading.rename_source_key(
+            target, pattern = conversions.rename(
                 tensor, renamings, converters, model.base_model_prefix, state
             )
             claimed.update(_targets_of(target, pattern, converters))

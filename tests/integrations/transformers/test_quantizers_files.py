@@ -27,6 +27,8 @@ transformers = pytest.importorskip("transformers")
 files = pytest.importorskip("safetensors.torch")
 
 from moe_ops.integrations.checkpoints import Checkpoint
+from moe_ops.integrations.transformers import MoeOpsConfig
+from tests.integrations.transformers.test_families import build
 from tests.integrations.transformers.test_from_pretrained import (
     gpt_oss,
     load,
@@ -219,6 +221,53 @@ def test_plain_experts_beside_quantized_attention(scheme, tmp_path):
         assert "quantization_config" not in text
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
         assert_same_values(again, original)
+
+
+MATRICES = {  # beside plain experts: its name in the file, in the model, and how it is stored
+    "phimoe": ("model.layers.0.block_sparse_moe.gate", "model.layers.0.mlp.router", "channel"),
+    "dbrx": (*("transformer.blocks.0.norm_attn_norm.attn.out_proj",) * 2, "channel"),
+    "qwen2_moe": (*("model.layers.0.mlp.shared_expert_gate",) * 2, "tensor"),
+}
+
+
+def of_family(family, folder, *args):
+    return type(build(family, 1)).from_pretrained(
+        folder, quantization_config=MoeOpsConfig(*args), dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize("family", MATRICES)
+def test_quantized_matrices_of_families_with_plain_experts(family, tmp_path):
+    """phimoe's hub calls the router gate, which a renaming knows of gate.weight alone. dbrx joins
+    experts and rows, and plain weights keep that shape. One row has one scale either way.
+    """
+    original, (stored, module, shared) = build(family, 1), MATRICES[family]
+    form = compressed("float-quantized", TENSOR)
+    writers = {"channel": WRITERS["ct_int8"], "tensor": configure(MatrixFP8(), **form)}
+    writer = copy.deepcopy(writers[shared])
+    save_plain(original, tmp_path)
+
+    def change(tensors):
+        parts, value = writer.matrix(*tensors.pop(f"{stored}.weight").shape)
+        tensors |= {f"{stored}.{part}": t for part, t in parts.items()}
+        original.get_submodule(module).weight.data = torch.from_numpy(value).float()
+
+    rewrite(tmp_path, change)
+    set_config(tmp_path, writer.config)
+    loaded = of_family(family, tmp_path)
+    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (loaded, original)]
+    assert shapes[0] == shapes[1] and not weights_of(loaded)
+    assert_same_values(loaded, original)
+
+
+def test_names_of_parameters_that_a_renaming_would_change(tmp_path):
+    """transformers renames `.norm.` in deepseek_v4's files, but not model.norm, as it saves it."""
+    original = build("deepseek_v4", 1)
+    save_plain(original, tmp_path)
+    loaded = of_family("deepseek_v4", tmp_path, "int8_w8a16")
+    assert torch.equal(loaded.model.norm.weight, original.model.norm.weight)
+    for name, weight in weights_of(loaded).items():
+        assert relative(weight.dequantize(), original.get_parameter(name)) < 0.02, name
 
 
 # --- fields and layouts -----------------------------------------------------------------------
