@@ -130,7 +130,8 @@ class QuantDesc:
             call.
         scale_dtype: float32; float8_e8m0fnu (powers of two, stored as their uint8 code);
             float8_e4m3fn; None for the dtype of the weights themselves.
-        global_scale: whether there is one more scale for a whole matrix, (E,) fp32 for weights.
+        global_scale: whether there is one more scale for a whole matrix, (E,) fp32 for weights, or
+            for each row of them, (E, N, 1).
         channel_scale: whether there is one more scale for each row, (E, N, 1) fp32.
         zero_point: whether elements are counted from a zero point, an integer for each scale.
         minimum: whether each scale has the value of the least element beside it, a number of the
@@ -320,21 +321,22 @@ class QuantScheme:
         return self.quantized_weight.batched_scale_shape(num_experts, n, k)
 
     def scale_shapes(
-        self, num_experts: int, n: int, k: int, layout: str = ""
+        self, num_experts: int, n: int, k: int, layout: str = "", *, global_rows: bool = False
     ) -> dict[str, tuple[int, ...] | None]:
         """Shapes of all tensors that belong to the elements of an (E, N, K) weight, by name; None
         for those that the scheme does not have. Of layouts other than ``TRITON_E2M1`` those of the
-        natural one.
+        natural one. With ``global_rows`` each row has a global scale, not each expert.
         """
         desc = self.quantized_weight
         scale = desc.batched_scale_shape(num_experts, n, k)
         if layout == scales.TRITON_E2M1 and self.e2m1_weight_only:
             scale = scales.triton_e2m1_scale_shape(num_experts, n, k, desc.group.cols)
+        rows = (num_experts, n, 1)
         return {
             "scale": scale,
             "zero_point": scale if desc.has_zero else None,
-            "global_scale": (num_experts,) if desc.global_scale else None,
-            "channel_scale": (num_experts, n, 1) if desc.channel_scale else None,
+            "global_scale": (rows if global_rows else rows[:1]) if desc.global_scale else None,
+            "channel_scale": rows if desc.channel_scale else None,
         }
 
     def qdata_shape(self, *shape: int) -> tuple[int, ...]:

@@ -101,6 +101,7 @@ class Call:
     layout: str = ""  # of quantized weights: DEEP_GEMM_UE8M0 or TRITON_E2M1
     arrives: bool = False  # the input arrives quantized
     batch_invariant: bool = False
+    global_rows: bool = False  # each row of w13 has a global scale
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class TrainingCall:
     on_input: bool = False  # router weights multiply the input; top_k is 1
     scheme: str = ""
     rank: int = 0
+    global_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,9 @@ def _empty(*size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def _weight(call: Call, name: str, rows: int, columns: int) -> tuple[Tensor, dict[str, Tensor]]:
+def _weight(
+    call: Call, name: str, rows: int, columns: int, global_rows: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
     """A weight (E, rows, columns) of a scheme as it is stored, and the tensors that belong to
     it."""
     E = call.shape[0]
@@ -297,7 +301,7 @@ def _weight(call: Call, name: str, rows: int, columns: int) -> tuple[Tensor, dic
         "scale": torch.uint8 if desc.is_mx else desc.scale_dtype or call.dtype,
         "zero_point": torch.int8 if desc.dtype == "int8" else torch.uint8,
     }
-    shapes = scheme.scale_shapes(E, rows, columns, call.layout)
+    shapes = scheme.scale_shapes(E, rows, columns, call.layout, global_rows=global_rows)
     return data, {
         name: _empty(*shape, dtype=dtypes.get(name, torch.float32))
         for name, shape in shapes.items()
@@ -339,6 +343,7 @@ def problem_of(call: Call) -> Problem:
         mapped_experts=2 * E if call.expert_map else 0,
         quantized_input=call.arrives,
         batch_invariant=call.batch_invariant,
+        global_rows=("w13",) if call.global_rows else (),
     )
 
 
@@ -380,7 +385,8 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
     fields |= {"router_weight_on_input": False, "deterministic": True, "chunk_rows": 0}
     fields["batch_invariant"] = call.batch_invariant
     fields |= {"a13_scale": scale, "a2_scale": scale, "activation_scale": scale}
-    of_w13, of_w2 = _weight(call, w13_scheme, N, K), _weight(call, w2_scheme, K, I)
+    of_w13 = _weight(call, w13_scheme, N, K, call.global_rows)
+    of_w2 = _weight(call, w2_scheme, K, I)
     for names, (data, parts) in ((("w13", "weight"), of_w13), (("w2",), of_w2)):
         for name in names:
             fields[name] = data
@@ -444,8 +450,10 @@ def compile_training(
     N, dtype = 2 * I if activation.gated else I, torch.bfloat16
     x, ids = _empty(call.M, K, dtype=dtype), _empty(call.M, top_k, dtype=torch.int32)
     weights = []
-    for size in ((N, K), (K, I)):
-        data, parts = _weight(Call(call.shape, call.M, call.scheme), call.scheme, *size)
+    for size, rows in (((N, K), call.global_rows), ((K, I), False)):
+        data, parts = _weight(
+            Call(call.shape, call.M, call.scheme), call.scheme, *size, global_rows=rows
+        )
         weights.append(Weight(data, **parts, scheme=call.scheme))
     router = _empty(call.M, top_k, dtype=torch.float32)
     biases = [_empty(E, size, dtype=dtype) if call.bias else None for size in (N, K)]

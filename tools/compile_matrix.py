@@ -144,6 +144,9 @@ def calls() -> Iterator[AnyCall]:
         for size in (qwen3, gptoss, SHAPES["mixtral"]):
             for M in TOKENS:
                 yield Call(size, M, scheme, layout=TRITON_E2M1)
+    for scheme, layout in (("nvfp4", ""), ("nvfp4_w4a16", ""), ("nvfp4_w4a16", TRITON_E2M1)):
+        for M in (1, 8, 64, 1024, 4096):
+            yield Call(qwen3, M, scheme, layout=layout, global_rows=True)
     for scheme in ("int4_w4a16:g128", "int4_w4a16:g32", "mxfp4_w4a16"):
         for M in (1, 8, 100, 300, 1024):  # one token, and blocks of 8 to 64
             yield Call(qwen3, M, scheme, batch_invariant=True)
@@ -190,6 +193,9 @@ def _around_products() -> Iterator[Call]:
         for activation in ("silu", "swigluoai", "relu2_no_mul"):
             of_blocks = {**around, "layout": SWIZZLED, "activation": activation}
             yield Call(qwen3, 64, scheme, expert_map=activation == "silu", **of_blocks)
+    of_rows = {**around, "layout": SWIZZLED, "global_rows": True}
+    for activation in ("silu", "swigluoai", "relu2_no_mul"):
+        yield Call(qwen3, 64, "nvfp4", activation=activation, **of_rows)
     yield from _around_deep_gemm()
 
 
@@ -220,6 +226,7 @@ def _steps() -> Iterator[TrainingCall]:
             how = frozen(scheme)
             if how is not None and (how.elements is None or name == "qwen3"):
                 yield TrainingCall(SHAPES[name], 4096, scheme=scheme)
+        yield TrainingCall(SHAPES[name], 4096, scheme="nvfp4_w4a16", global_rows=True)
         for rank in (8, 16, 64, 128):
             yield TrainingCall(SHAPES[name], 4096, rank=rank)
             yield TrainingCall(SHAPES[name], 4096, scheme="int4_w4a16:g128", rank=rank)

@@ -31,7 +31,7 @@ class Scales(NamedTuple):
 
     scale: Tensor
     zero_point: Tensor | None = None  # or minimum, shaped like scale
-    global_scale: Tensor | None = None  # (...) fp32
+    global_scale: Tensor | None = None  # (...) fp32, or (..., N, 1) with one for each row
     channel_scale: Tensor | None = None  # (..., N, 1) fp32
 
     def of(self, experts: int | Tensor) -> Scales:
@@ -123,7 +123,8 @@ def dequantize_weight(
     if channel_scale is not None:
         values = values.mul_(channel_scale)
     if global_scale is not None:
-        values = values.div_(global_scale[..., None, None])
+        of_rows = global_scale.dim() == qdata.dim()
+        values = values.div_(global_scale if of_rows else global_scale[..., None, None])
     return values.to(dtype)
 
 

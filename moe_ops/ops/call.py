@@ -60,6 +60,11 @@ class Weight(NamedTuple):
         return self[1:5]
 
     @property
+    def global_rows(self) -> bool:
+        """Whether its global scale is one for each row, not for each expert."""
+        return self.global_scale is not None and self.global_scale.ndim > 1
+
+    @property
     def contiguous(self) -> bool:
         """Whether all of it lies in memory as its shapes say."""
         return all([part is None or part.is_contiguous() for part in (self.data, *self.scales)])

@@ -44,6 +44,7 @@ class Problem:
     # hidden_states arrive quantized, as the scheme quantizes them, or travel so to other ranks
     quantized_input: bool = False
     batch_invariant: bool = False  # a token's row has the same bits in every batch
+    global_rows: tuple[str, ...] = ()  # weights of which each row has a global scale: "w13", "w2"
     exchange: str = ""  # which adds up the outputs of all ranks (ops/exchange.py)
 
     @property

@@ -170,6 +170,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         max_workspace_bytes=_bytes(call.max_workspace_bytes),
         quantized_input=call.hidden_states_scale is not None or quantizes,
         batch_invariant=call.batch_invariant,
+        global_rows=_global_rows(w13=call.w13, w2=call.w2),
         exchange=call.exchange,
     )
 
@@ -215,6 +216,7 @@ def _batched_problem(call: BatchedCall) -> Problem:
         max_workspace_bytes=_bytes(call.max_workspace_bytes),
         quantized_input=call.hidden_states_scale is not None,
         batch_invariant=call.batch_invariant,
+        global_rows=_global_rows(w13=call.w13, w2=call.w2),
     )
 
 
@@ -263,7 +265,13 @@ def _linear_problem(call: LinearCall) -> Problem:
         contiguous_weights=call.weight.contiguous,
         quantized_input=call.x_scale is not None,
         batch_invariant=call.batch_invariant,
+        global_rows=_global_rows(weight=call.weight),
     )
+
+
+def _global_rows(**weights: Weight) -> tuple[str, ...]:
+    """Names of the weights of which each row has a global scale."""
+    return tuple([name for name, weight in weights.items() if weight.global_rows])
 
 
 def _check_input(
@@ -477,7 +485,10 @@ def _check_scales(
     device.
     """
     num_experts, n, k = shape
-    for what, expected in scheme.scale_shapes(num_experts, n, k, weight.layout).items():
+    shapes = scheme.scale_shapes(
+        *(num_experts, n, k, weight.layout), global_rows=weight.global_rows
+    )
+    for what, expected in shapes.items():
         given = getattr(weight, what)
         if given is not None:
             _check_device(f"{name}'s {what}", given.device, device)

@@ -51,7 +51,7 @@ def shard_w13(
     parts: list[Any] = [weight.narrow(1, start, share) for start in starts]
     if not isinstance(weight, ExpertTensor):
         return torch.cat(parts, 1)
-    names = ["qdata", "channel_scale"]
+    names = ["qdata", *weight._scales_of_rows]
     if get_scheme(weight.scheme).quantized_weight.group.rows != -1:  # else one for all rows
         names += ["scale", "zero_point"]
     # torch.cat would have to join tensors whose other scales differ

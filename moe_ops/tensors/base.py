@@ -36,7 +36,8 @@ class ExpertTensor(TorchAOBaseTensor):
         scale: see ``moe_ops.schemes.QuantScheme.batched_scale_shape``.
         zero_point: shaped like scale, what elements are counted from, or of schemes that end in
             ":min" the value of the least of them; of schemes without either None.
-        global_scale, channel_scale: of schemes that have them, else None.
+        global_scale, channel_scale: of schemes that have them, else None. A global scale is that
+            of an expert, (E,), or of each row, (E, N, 1).
         activation_scale: () fp32, or (E,) with one of each expert, of schemes whose activations
             have a static scale, else None.
 
@@ -223,7 +224,7 @@ class ExpertTensor(TorchAOBaseTensor):
 
     def _transposed(self) -> ExpertTensor:
         """This tensor with its last two dimensions exchanged."""
-        names = ["qdata", "zero_point", "channel_scale"]
+        names = ["qdata", "zero_point", *self._scales_of_rows]
         if not get_scheme(self.scheme).quantized_weight.group.is_tensor:
             names.append("scale")
         changed = {name: getattr(self, name) for name in names}
@@ -231,6 +232,14 @@ class ExpertTensor(TorchAOBaseTensor):
             **{name: t.transpose(-2, -1) for name, t in changed.items() if t is not None},
             weight_layout="" if self.weight_layout == TRANSPOSED else TRANSPOSED,
         )
+
+    @property
+    def _scales_of_rows(self) -> list[str]:
+        """Names of the tensors that have one number for each row: of those behind `scale`."""
+        names = ["channel_scale"]
+        if self.global_scale is not None and self.global_scale.dim() == self.qdata.dim():
+            names.append("global_scale")
+        return [name for name in names if getattr(self, name) is not None]
 
     def _unflattened(self) -> ExpertTensor:
         """This tensor in the shape of its data, before ``view(-1)``."""

@@ -101,7 +101,9 @@ def checked_parts(scheme: QuantScheme, parts: Mapping[str, Tensor | None]) -> di
         )
     check_groups("qdata (counted in elements)", shape, scheme)
     checked = {"qdata": qdata.detach()}
-    for name, expected in scheme.scale_shapes(E, N, K).items():
+    whole = parts.get("global_scale")
+    global_rows = isinstance(whole, Tensor) and whole.dim() > 1
+    for name, expected in scheme.scale_shapes(E, N, K, global_rows=global_rows).items():
         value = parts.get(name)
         if expected is None:
             if value is not None:

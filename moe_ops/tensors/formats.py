@@ -71,8 +71,9 @@ class NVFP4ExpertTensor(ExpertTensor):
     """NVFP4 weights: value = element * scale / global_scale, for "nvfp4" and "nvfp4_w4a16".
 
     qdata is (E, N, K/2) uint8, the even column in the low half of a byte; scale is (E, N, K/16)
-    float8_e4m3fn; global_scale is (E,) fp32, 448 * 6 / (largest magnitude of the expert).
-    ModelOpt's checkpoints hold its reciprocal as weight_scale_2.
+    float8_e4m3fn; global_scale is (E,) fp32, 448 * 6 / (largest magnitude of the expert), or
+    (E, N, 1) with one for each row, as w13 has where gate and up were quantized apart. ModelOpt's
+    checkpoints hold its reciprocal as weight_scale_2.
 
     With "nvfp4" activations have a global scale too: 1 / activation_scale where one is given
     (ModelOpt's input_scale, amax / (448 * 6)), else from the data of each call.

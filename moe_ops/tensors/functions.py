@@ -151,6 +151,13 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
     )
     if own != other:
         raise ValueError(f"source of a copy into {self} must be quantized alike, got {src}")
+    mine, given = self.global_scale, src.global_scale
+    if mine is not None and given is not None and given.dim() > mine.dim():
+        raise ValueError(
+            f"global_scale of a copy into {self} must have shape {tuple(mine.shape)}, got "
+            f"{tuple(given.shape)}: one of an expert cannot hold those of its rows; call "
+            "load_state_dict(..., assign=True), or put the source in the place of the target"
+        )
     mine, given = self.activation_scale, src.activation_scale
     # one of all experts is that of each
     if mine is not None and given is not None and given.ndim and given.shape != mine.shape:
@@ -160,7 +167,10 @@ def _(func: Callable, types: Types, args: tuple, kwargs: dict) -> Any:
             "with activation_scale=torch.ones(num_experts)"
         )
     for name in self.__tensor_flatten__()[0]:
-        getattr(self, name).copy_(getattr(src, name), *args[2:])
+        target, source = getattr(self, name), getattr(src, name)
+        if name == "global_scale" and target.dim() > source.dim():
+            source = source[..., None, None]  # that of an expert is that of each row
+        target.copy_(source, *args[2:])
     return self
 
 

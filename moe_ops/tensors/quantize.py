@@ -98,7 +98,8 @@ def from_quantized(
             "int4_w4a16:g128" its variant with zero points, "int4_w4a16:g128:zp". In the floating
             dtype of scale it holds minima, the values of the least element (0 of int4, -128 of
             int8), and makes of it "int4_w4a16:g128:min".
-        global_scale: (E,) fp32, for "nvfp4": value = element * scale / global_scale.
+        global_scale: (E,) fp32, or (E, N, 1) with one for each row, for "nvfp4": value = element *
+            scale / global_scale.
         channel_scale: (E, N, 1) fp32, for "int4_w4a8": value = e4m3(element * scale) *
             channel_scale.
         activation_scale: as for ``quantize``.

@@ -61,9 +61,8 @@ def slice_(
 def _rows(
     self: ExpertTensor, desc: QuantDesc, dim: int, size: int, start: int, end: int, step: int
 ) -> dict[str, Tensor]:
-    changed = {"qdata": aten.slice.Tensor(self.qdata, dim, start, end, step)}
-    if self.channel_scale is not None:
-        changed["channel_scale"] = aten.slice.Tensor(self.channel_scale, dim, start, end, step)
+    names = ["qdata", *self._scales_of_rows]
+    changed = {n: aten.slice.Tensor(getattr(self, n), dim, start, end, step) for n in names}
     return changed | _scales(self, desc.group.rows, desc, dim, size, start, end, step)
 
 

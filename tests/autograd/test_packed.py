@@ -27,7 +27,7 @@ from tests.autograd.test_gradients import (
     leaves,
 )
 from tests.support import oracle
-from tests.support.cases import BF16, FP32, Case, Largest
+from tests.support.cases import BF16, FP32, Case, Largest, with_global_rows
 
 CUDA = torch.cuda.is_available()
 SCHEMES = [
@@ -71,6 +71,21 @@ def test_schemes(where, scheme):
     given = leaves(case)
     out = call(moe_ops.fused_experts, case, given)
     within = tolerance(where, scheme)
+    assert oracle.relative_error(out, case.reference()) <= within
+    grads = torch.autograd.grad(out, list(given.values()), cotangent(case))
+    compare(case, dict(zip(given, grads, strict=True)), expected_gradients(case), within)
+
+
+@everywhere
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_global_scales_of_rows(where, activation):
+    """Of both weights; on SM90 products with w.T are those of its own kernel."""
+    case = Case(*where, "nvfp4_w4a16", activation, M=60, E=3, K=128, I=128, bias=True)
+    for which in (1, 2):
+        case.args[which] = with_global_rows(case.args[which], which)
+    given = leaves(case)
+    out = call(moe_ops.fused_experts, case, given)
+    within = TOLERANCE[where[1]]
     assert oracle.relative_error(out, case.reference()) <= within
     grads = torch.autograd.grad(out, list(given.values()), cotangent(case))
     compare(case, dict(zip(given, grads, strict=True)), expected_gradients(case), within)

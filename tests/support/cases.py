@@ -80,6 +80,13 @@ def prepared(weight):
     return weight._replace(**lay_out(weight), weight_layout=TRITON_E2M1)
 
 
+def with_global_rows(weight, seed: int = 0):
+    """An nvfp4 weight with a global scale for each row, no two alike: other values."""
+    g = torch.Generator().manual_seed(seed)
+    steps = torch.rand(*weight.shape[:2], 1, generator=g).to(weight.device) * 1.5 + 0.5
+    return weight._replace(global_scale=weight.global_scale[:, None, None] * steps)
+
+
 def garbage(tensor: Tensor) -> Tensor:
     """Fill with NaN, with integers that make no address, and with bytes that are NaN in every
     float."""

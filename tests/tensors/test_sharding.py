@@ -7,6 +7,7 @@ from torch import nn
 
 import moe_ops
 from tests.support import oracle
+from tests.support.cases import with_global_rows
 
 SCHEMES = (
     "",
@@ -16,6 +17,7 @@ SCHEMES = (
     "int4_w4a16:g64:zp",
     "int4_w4a8",
     "nvfp4",
+    "nvfp4, a global scale of each row",
     "mxfp4_w4a16",
 )
 E = 4
@@ -24,8 +26,10 @@ E = 4
 def layer_of(scheme, num_experts=E, seed=0):
     torch.manual_seed(seed)
     layer = moe_ops.MoELayer(128, 128, num_experts=num_experts, top_k=2).requires_grad_(False)
+    scheme, _, of_rows = scheme.partition(",")
     for name in ("gate_up_proj", "down_proj") if scheme else ():
         weight = moe_ops.quantize(getattr(layer.experts, name).detach(), scheme)
+        weight = with_global_rows(weight) if of_rows else weight
         setattr(layer.experts, name, nn.Parameter(weight, requires_grad=False))
     return layer
 

@@ -41,6 +41,7 @@ class ActivateBlocks:
     to: Written
     amax: Pointer  # (1,) int32 bits of a magnitude that this raises, and writes nothing else; None
     x: Pointer  # (rows, N)
+    divisors: Pointer  # (E, N) fp32 global scales of w13's rows, by which x is divided, or None
     layout: Layout
     rounding: Rounding
     I: Specialized  # noqa: E741
@@ -64,6 +65,7 @@ def moe_ops_cutlass_activate_blocks(
     NATIVE: tl.constexpr,
     amax_ptr,
     x_ptr,
+    divisors_ptr,
     rows_ptr,
     groups_ptr,
     R,
@@ -103,9 +105,13 @@ def moe_ops_cutlass_activate_blocks(
     if row < 0:
         return
     N: tl.constexpr = 2 if GATED else 1
+    of_expert = None
+    if divisors_ptr is not None:
+        expert, _ = place_of_scales(groups_ptr, row, E, BLOCK_E)
+        of_expert = divisors_ptr + expert.to(tl.int64) * (N * I)
     h = activated_columns(
         x_ptr + row.to(tl.int64) * (N * I), 1.0, first * SCALE_GROUP, I, alpha, beta, limit,
-        ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, CHUNK,
+        ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, CHUNK, of_expert,
     )  # fmt: skip
     h = tl.reshape(h, (GROUPS, SCALE_GROUP))
     if amax_ptr is not None:
@@ -125,9 +131,16 @@ def moe_ops_cutlass_activate_blocks(
 
 
 def activate_blocks(
-    h: Operand, activation: Activated, x: Tensor, layout: Layout, gpu: Gpu
+    h: Operand,
+    activation: Activated,
+    x: Tensor,
+    divisors: Tensor | None,  # (E, N, 1) fp32
+    layout: Layout,
+    gpu: Gpu,
 ) -> Launch:
-    """h = activation(x), quantized, or its largest magnitude raised."""
+    """h = activation(x), where global scales of w13's rows divide x if there are any, quantized,
+    or its largest magnitude raised.
+    """
     assert layout.rows is not None
     raised = None
     if h.raises:
@@ -137,6 +150,7 @@ def activate_blocks(
         to=h.written(layout.groups.shape[0], gpu),
         amax=raised,
         x=x,
+        divisors=divisors,
         layout=layout,
         rounding=h.rounding,
         I=h.columns,

@@ -103,6 +103,11 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         )
     if p.has_bias and kind not in (PLAIN, GROUPS):
         reasons.append(f"cutlass takes no bias with {scheme}; use backend='triton' or 'auto'")
+    if "w2" in p.global_rows:
+        reasons.append(
+            "cutlass takes w2 with a global scale for each expert, got one for each row; use "
+            "backend='torch' or 'auto'"
+        )
     if narrow and p.kind != "experts":
         reasons.append(f"cutlass runs {scheme} in fused_experts alone, got {p.kind}")
     layout = LAYOUT_OF_KIND.get(kind, "")

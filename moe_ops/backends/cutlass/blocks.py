@@ -153,15 +153,19 @@ def store_alphas(
     alpha_ptr, known_ptr, w_global_ptr, E,
     WHOLE: tl.constexpr, PARTIALS: tl.constexpr, MAX_VALUE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """1 / (global scale of the activations * that of the weights) of every expert."""
+    """1 / (global scale of the activations * that of the weights) of every expert; the latter is
+    left out where each row of the weights has its own.
+    """
     e = tl.arange(0, BLOCK_E)
     if WHOLE == "experts":
         given = tl.load(known_ptr + e, mask=e < E, other=1.0).to(tl.float32)
         whole = quotient(1.0, given, reciprocal(given))
     else:
         whole = global_scale(known_ptr, 0, WHOLE, PARTIALS, MAX_VALUE)
-    w = tl.load(w_global_ptr + e, mask=e < E, other=1.0)
-    alpha = quotient(quotient(1.0, whole, reciprocal(whole)), w, reciprocal(w))
+    alpha = quotient(1.0, whole, reciprocal(whole))
+    if w_global_ptr is not None:
+        w = tl.load(w_global_ptr + e, mask=e < E, other=1.0)
+        alpha = quotient(alpha, w, reciprocal(w))
     tl.store(alpha_ptr + e, alpha, mask=e < E)
 
 
@@ -242,7 +246,7 @@ def operand_in(
     scheme: str,
     known: Tensor | None,
     largest: Tensor | None,
-    w_global: Tensor | None,
+    w_global: Tensor | None,  # (E,), or (E, N, 1), of which alpha has nothing
     alpha: Tensor,
 ) -> Operand:
     """The rows at the start of a workspace, with their scales behind them."""
@@ -262,6 +266,6 @@ def operand_in(
         alpha=None if w_global is None else alpha,
         known=known,
         whole=whole,
-        w_global=w_global,
+        w_global=None if w_global is None or w_global.dim() > 1 else w_global,
         scheme=scheme,
     )

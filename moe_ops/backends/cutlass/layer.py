@@ -213,7 +213,9 @@ class _Layer:
     def _activate(self, h: Operand) -> None:
         x, layout, gpu = self.gate_up, self.layout, self.whole.gpu
         if isinstance(h, blocks.Operand):
-            launched = activate_blocks(h, self.activation, x, layout, gpu)
+            of_rows = self.a.w13_global_scale
+            of_rows = None if of_rows is None or of_rows.dim() == 1 else of_rows
+            launched = activate_blocks(h, self.activation, x, of_rows, layout, gpu)
         else:
             launched = activate(h, self.activation, x, layout, self.weights_after, gpu)
         run([launched], self.whole.device, gpu)

@@ -91,6 +91,11 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"flashinfer needs K and I to be multiples of {scheme.multiple} for {of}, got "
             f"{p.hidden_size} and {p.intermediate_size}"
         )
+    if p.global_rows:
+        reasons.append(
+            "flashinfer takes weights with a global scale for each expert, got one for each row "
+            f"of {' and '.join(p.global_rows)}; use another backend"
+        )
     if p.quantized_input and p.router_weight_on_input:
         reasons.append(
             "flashinfer cannot multiply an input that arrives quantized by router weights; pass "

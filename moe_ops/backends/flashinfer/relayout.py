@@ -180,6 +180,11 @@ def _swizzled(w: ExpertTensor, order: str) -> Tensors:
             "quantize activations by scales known beforehand; give one to moe_ops.quantize or "
             "moe_ops.from_quantized"
         )
+    if w.global_scale is not None and w.global_scale.dim() == w.dim():
+        raise ValueError(
+            "weight must have one global scale for each expert to be laid out for flashinfer, got "
+            "one for each row; leave it as it is, for another backend"
+        )
     t = _padded(w, order)
     return {"qdata": t["qdata"], "scale": swizzle(t["scale"])}
 

@@ -72,6 +72,7 @@ class Matrix(ctypes.Structure):
         *[(name, _pointer) for name in ("data", "scale", "zero_point", "global_", "bias")],
         *[(name, _size) for name in ("expert", "row", "scale_expert", "scale_row")],
         *[(name, _size) for name in ("zero_expert", "zero_row", "bias_expert")],
+        *[(name, _size) for name in ("global_expert", "global_row")],
         *[(name, _int) for name in ("groups", "scale_type", "bias_type")],
     ]
 
@@ -181,8 +182,8 @@ def form_of(a: ExpertsArgs) -> Form | None:
         x.dtype,
         out.dtype,
         (a.activation, a.alpha, a.beta, a.limit, a.router_weight_on_input, a.batch_invariant),
-        _facts(a.w13, a.w13_scale, a.w13_zero_point, a.w13_bias),
-        _facts(a.w2, a.w2_scale, a.w2_zero_point, a.w2_bias),
+        _facts(a.w13, a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_bias),
+        _facts(a.w2, a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_bias),
         0 if a.expert_map is None else a.expert_map.shape[0],
         (a.topk_ids.dtype, a.topk_weights.dtype),
     )
@@ -222,11 +223,16 @@ class _Facts(NamedTuple):
     stride: tuple[int, ...]
     scale: tuple[torch.dtype, torch.Size] | None
     zero_point: torch.Size | None
+    global_scale: torch.Size | None
     bias: torch.dtype | None
 
 
 def _facts(
-    weight: Tensor, scale: Tensor | None, zero_point: Tensor | None, bias: Tensor | None
+    weight: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
 ) -> _Facts:
     return _Facts(
         weight.dtype,
@@ -234,6 +240,7 @@ def _facts(
         weight.stride(),
         None if scale is None else (scale.dtype, scale.shape),
         None if zero_point is None else zero_point.shape,
+        None if global_scale is None else global_scale.shape,
         None if bias is None else bias.dtype,
     )
 
@@ -399,6 +406,10 @@ def _matrix(weight: _Facts, groups: int) -> Matrix:
     if weight.zero_point is not None:
         found.zero_expert = weight.zero_point[1] * weight.zero_point[2]
         found.zero_row = weight.zero_point[2]
+    if weight.global_scale is not None:  # fp32
+        of_rows = len(weight.global_scale) > 1
+        found.global_expert = 4 * (rows if of_rows else 1)
+        found.global_row = 4 * of_rows
     if weight.bias is not None:
         found.bias_type = _TYPES[weight.bias]
     return found

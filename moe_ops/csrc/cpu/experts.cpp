@@ -52,9 +52,9 @@ constexpr int64_t WINDOW = 16 << 10;
 // A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
 struct Matrix {
     const uint8_t *data, *scale, *zero_point;  // zero_point uint8, or null
-    const float* global;                       // of each expert, or null
+    const float* global;                       // of each expert, or of each of its rows, or null
     const void* bias;                          // (E, rows), or null
-    int64_t expert, row, scale_expert, scale_row, zero_expert, zero_row, bias_expert;
+    int64_t expert, row, scale_expert, scale_row, zero_expert, zero_row, bias_expert, global_expert, global_row;
     int32_t groups;         // of a step of 128 columns, where a scale is a group's: 1, 2 or 4
     int32_t scale_type;     // 0 bf16, 1 fp16, 2 fp32
     int32_t bias_type;
@@ -106,12 +106,18 @@ Experts filled(Experts form, const Call& call) {
 
 struct Weight {  // of one expert
     const uint8_t *data, *scale, *zero_point;
-    float global;
+    const float* global;
 };
 
 Weight of_expert(const Matrix& m, int64_t e) {
     return {m.data + e * m.expert, m.scale + e * m.scale_expert,
-            m.zero_point ? m.zero_point + e * m.zero_expert : nullptr, m.global ? m.global[e] : 1.f};
+            m.zero_point ? m.zero_point + e * m.zero_expert : nullptr,
+            m.global ? (const float*)((const uint8_t*)m.global + e * m.global_expert) : nullptr};
+}
+
+// The global scale of row n.
+inline float global_of(const Matrix& m, const Weight& w, int64_t n) {
+    return *(const float*)((const uint8_t*)w.global + n * m.global_row);
 }
 
 // Of tokens as whole numbers of 16 bits, where the largest magnitude among some has these bits, NaN's being the

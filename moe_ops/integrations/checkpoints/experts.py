@@ -302,7 +302,7 @@ class Checkpoint:
         """
         experts = [tuple([projection[e] for projection in weight.sources]) for e in weight.experts]
         stack = Stack(len(experts), weight.in_turn)
-        by_rows = bool(scheme) and get_scheme(scheme).quantized_weight.group.is_row
+        by_rows = self._scale_of_rows(weight, scheme)
         # of each projection: role -> name of what needs no conversion
         unchanged: list[dict[str, str]] = [{} for _ in weight.sources]
 
@@ -316,7 +316,7 @@ class Checkpoint:
                 parts = self._convert(weight, source, tensors)
                 if e == 0:
                     unchanged[i] = kept(tensors, parts)
-                found.append(_by_rows(parts) if by_rows else parts)
+                found.append(_by_rows(parts, by_rows))
             stack.put(e, self._checked(found, experts[e]))
 
         read(0, [])
@@ -334,14 +334,24 @@ class Checkpoint:
             and entries[source[role]].bytes == place.nbytes
         }
 
+    def _scale_of_rows(self, weight: Weight, scheme: str) -> str:
+        """Which scale each row gets, also where the files have one for a matrix; "" for none."""
+        desc = get_scheme(scheme).weight
+        if desc is not None and desc.group.is_row:
+            return "scale"
+        differ = desc is not None and desc.global_scale and self.scales_differ(weight)
+        return "global_scale" if differ else ""
+
     def scales_differ(self, weight: Weight) -> bool:
-        """Whether fp8 projections of an expert have different scales for the whole of a matrix;
-        nothing but the scales is read.
+        """Whether projections of any expert, read or not, have different scales for the whole of a
+        matrix, of fp8 or NVFP4; nothing but the scales is read.
         """
-        if weight.scheme not in BY_ROWS:
+        roles = ("weight_scale",) if weight.scheme in BY_ROWS else floats.GLOBAL_SCALES
+        role = next((role for role in roles if role in weight.sources[0][0]), None)
+        if role is None or len(weight.sources) == 1:
             return False
         for expert in zip(*weight.sources, strict=True):
-            first, *others = [self.files.read(source["weight_scale"]) for source in expert]
+            first, *others = [self.files.read(source[role]) for source in expert]
             if any(not torch.equal(other.float(), first.float()) for other in others):
                 return True
         return False
@@ -392,14 +402,14 @@ class Checkpoint:
         if weight.format is None:
             yield from ([{"plain": rows}] for rows in self._rows(weight, device))
             return
-        by_rows = get_scheme(scheme).quantized_weight.group.is_row
+        by_rows = self._scale_of_rows(weight, scheme)
         first = tuple(projection[0] for projection in weight.sources)
         stacks = [self._convert(weight, s, self._read(s, device, weight)) for s in first]
         for e in range(len(weight.experts)):
             parts = [{n: t[e] if t.dim() else t for n, t in s.items()} for s in stacks]
             if weight.columns_first:
                 parts = [p | {"qdata": p["qdata"].T} for p in parts]
-            yield self._checked([_by_rows(p) for p in parts] if by_rows else parts, first)
+            yield self._checked([_by_rows(p, by_rows) for p in parts], first)
 
     def _convert(self, weight: Weight, source: Source, tensors: Parts) -> Parts:
         if weight.format is None:
@@ -558,10 +568,11 @@ class Checkpoint:
         return values.mul_(factors).to(dtype)
 
 
-def _by_rows(parts: Parts) -> Parts:
-    """One matrix (N, K) with a scale for each row, if it has one for all."""
-    scale = parts["scale"]
-    return parts if scale.dim() else parts | {"scale": scale.expand(len(parts["qdata"]), 1)}
+def _by_rows(parts: Parts, name: str) -> Parts:
+    """One matrix (N, K) with a scale of this name for each row, if it has one for all."""
+    if not name or parts[name].dim():
+        return parts
+    return parts | {name: parts[name].expand(len(parts["qdata"]), 1)}
 
 
 def join_rows(parts: list[Tensor], in_turn: bool) -> Tensor:

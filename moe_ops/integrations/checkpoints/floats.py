@@ -200,6 +200,9 @@ _NVFP4 = {
 }
 
 
+GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")  # of a matrix; the second multiplies
+
+
 def describe_nvfp4(t: dict, config: Config) -> Matrix:
     names = ("weight_packed", "weight_global_scale", "input_global_scale")
     if "weight_packed" not in t:

@@ -365,7 +365,9 @@ class MoeOpsQuantizer(HfQuantizer):
         for target in self._weights:
             layers.setdefault(target.rpartition(".")[0], []).append(target)
         for targets in layers.values():
-            if any(self._opened.scales_differ(self._weights[target]) for target in targets):
+            weights = [self._weights[target] for target in targets]
+            fp8 = [weight for weight in weights if weight.scheme in BY_ROWS]
+            if any(self._opened.scales_differ(weight) for weight in fp8):
                 for target in targets:
                     weight = self._weights[target]
                     weight = replace(weight, scheme=BY_ROWS.get(weight.scheme, weight.scheme))

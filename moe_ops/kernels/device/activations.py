@@ -155,18 +155,25 @@ def gate_and_up(
 def activated_columns(
     x_ptr, weight, first, I, alpha, beta, limit,  # noqa: E741
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, BLOCK_I: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, divisors_ptr=None,
 ):  # fmt: skip
     """Columns from `first` on (BLOCK_I,) of the activation of a row of the first GEMM's output
-    times a weight, fp32, and 0 in columns from I on.
+    times a weight, and divided by numbers of its columns if there are any, fp32, and 0 in columns
+    from I on.
     """
     i = first + tl.arange(0, BLOCK_I)
     ok = i < I
     if GATED:
         gate, up = gate_and_up(x_ptr, first, I, INTERLEAVED, BLOCK_I)
         gate, up = gate.to(tl.float32) * weight, up.to(tl.float32) * weight
+        if divisors_ptr is not None:
+            of_gate, of_up = gate_and_up(divisors_ptr, first, I, INTERLEAVED, BLOCK_I)
+            gate, up = gate / of_gate, up / of_up
         h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
     else:
         x = tl.load(x_ptr + i, mask=ok, other=0.0)
-        h = activate_one(x.to(tl.float32) * weight, ACTIVATION)
+        x = x.to(tl.float32) * weight
+        if divisors_ptr is not None:
+            x /= tl.load(divisors_ptr + i, mask=ok, other=1.0)
+        h = activate_one(x, ACTIVATION)
     return tl.where(ok, h, 0.0)

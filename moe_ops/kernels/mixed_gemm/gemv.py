@@ -40,7 +40,7 @@ from moe_ops.kernels.mixed_gemm.gemv_dot import (
     load_columns,
     word_columns,
 )
-from moe_ops.kernels.mixed_gemm.operands import Format, MixedOperand, MixedPointers
+from moe_ops.kernels.mixed_gemm.operands import E2M1, Format, MixedOperand, MixedPointers
 from moe_ops.kernels.permute.rows import TokenRouting, route_token
 from moe_ops.kernels.quantize.scales import flat
 from moe_ops.meta.workspace import cdiv
@@ -79,6 +79,7 @@ class GemvFormat(NamedTuple):
     SCALE: Constant
     SCALE_GROUP: Constant
     ROW_CHUNKS: Constant  # chunks of a row
+    FACTOR_STEP: Constant  # between factors of rows; 0: one of an expert
 
 
 @arguments
@@ -140,6 +141,7 @@ def moe_ops_mixed_gemv1(
     SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
     ROW_CHUNKS: tl.constexpr,
+    FACTOR_STEP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -195,7 +197,11 @@ def moe_ops_mixed_gemv1(
         )
     sums = tl.sum(acc, 1)
     if w_factor_ptr is not None:
-        sums /= tl.load(w_factor_ptr + e64 * w_factor_stride_e)
+        w_factor_ptr += e64 * w_factor_stride_e
+        if FACTOR_STEP == 0:
+            sums /= tl.load(w_factor_ptr)
+        else:
+            sums /= tl.load(w_factor_ptr + row.to(tl.int64) * FACTOR_STEP)
     if topk_weights_ptr is not None:
         sums *= tl.load(topk_weights_ptr + pair * topk_weights_stride_k).to(tl.float32)
     if bias_ptr is not None:
@@ -293,6 +299,7 @@ def moe_ops_mixed_gemv2(
     SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
     ROW_CHUNKS: tl.constexpr,
+    FACTOR_STEP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -324,7 +331,9 @@ def moe_ops_mixed_gemv2(
             ids_stride_m, ids_stride_k, map_stride, topk_weights_stride_k, TOP_K,
         )  # fmt: skip
         if w_factor_ptr is not None:
-            factor /= tl.load(w_factor_ptr + expert * w_factor_stride_e, mask=here, other=1.0)
+            factor_ptrs = w_factor_ptr + expert * w_factor_stride_e
+            if FACTOR_STEP == 0:
+                factor /= tl.load(factor_ptrs, mask=here, other=1.0)
         w, first, second, zero = load_chunks(
             w_ptr, w_scale_ptr, w_zero_ptr, expert, row, chunk % ROW_CHUNKS, here,
             w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
@@ -347,6 +356,9 @@ def moe_ops_mixed_gemv2(
             SCALE_GROUP,
             w_zero_ptr is not None,
         )
+        if FACTOR_STEP != 0:
+            of_rows = factor_ptrs[None, :] + (row.to(tl.int64) * FACTOR_STEP)[:, None]
+            part /= tl.load(of_rows, mask=here[None, :], other=1.0)
         acc += part * factor[None, :]
     gdc_launch_dependents(PDL)
     out = tl.sum(acc, 1) + biases
@@ -371,7 +383,9 @@ def _why_not(
         return f"gemv takes groups of whole 16 bytes or their halves, got {of.group} columns"
     if not all([one[0] % CHUNK == one[1] % CHUNK == 0 and one[2] == 1 for one in strides]):
         return "gemv takes rows that begin at multiples of 16 bytes"
-    return "gemv takes no factors of rows" if any(factor_strides) else None
+    if any(factor_strides) and of.name not in E2M1:
+        return "gemv takes factors of rows of e2m1 weights alone"
+    return None
 
 
 def why_not(w13: MixedOperand, w2: MixedOperand) -> str | None:
@@ -401,8 +415,8 @@ def _strides(w: MixedOperand) -> GemvStrides:
 
 
 @lru_cache(maxsize=1024)
-def _format(of: Format, K: int) -> GemvFormat:
-    return GemvFormat(of.name, of.scale, of.group, K * of.bits // 8 // CHUNK)
+def _format(of: Format, K: int, factor_step: int) -> GemvFormat:
+    return GemvFormat(of.name, of.scale, of.group, K * of.bits // 8 // CHUNK, factor_step)
 
 
 def launches(
@@ -432,7 +446,7 @@ def launches(
         x_stride_k=x.stride(1),
         strides=_strides(w13),
         activation=activation,
-        format=_format(w13.format, w13.K),
+        format=_format(w13.format, w13.K, w13.strides.w_factor_stride_n),
         BLOCK_N=first.block_n,
         BLOCK_K=first.block_k,
         PDL=gpu.pdl,
@@ -448,7 +462,7 @@ def launches(
         out_stride_n=out.stride(1),
         TOP_K=top_k,
         PAIRS=1 << (top_k - 1).bit_length(),
-        format=_format(w2.format, w2.K),
+        format=_format(w2.format, w2.K, w2.strides.w_factor_stride_n),
         BLOCK_N=second.block_n,
         BLOCK_K=second.block_k,
         PDL=gpu.pdl,

@@ -5,7 +5,8 @@ Legend: S rows sorted by expert, E experts, weights (E, N, K) packed along K. FO
 in kernels/mixed_gemm/sm80_mma.py, but every weight is scaled before it is multiplied (SCALE is
 "e8m0", "e4m3" or "weight"): the transposed product sums over N, where each row of the weight has
 scales of its own. So both products multiply the same numbers, those of `dequantize()` rounded to
-the dtype of the rows; a global scale divides the finished sums.
+the dtype of the rows; a global scale divides the finished sums. Of global scales of rows that is
+so of the product over K; in the one over N they divide the rows' columns, which are rounded again.
 
 A program decodes a tile of the weight in registers, for BLOCK_M rows at a time, and puts it into
 shared memory, from where tensor cores read it as it is or transposed. No 16-bit weight is ever in
@@ -102,6 +103,14 @@ class PackedTile(NamedTuple):
     NUM_STAGES: Constant
 
 
+@unprefixed
+class ScalesOfRows(NamedTuple):
+    """Which rows of the weight have scales of their own."""
+
+    SCALE_ROWS: Constant  # rows that share a scale
+    FACTOR_ROWS: Constant  # whether each row has a factor, not each expert
+
+
 class LowRank(NamedTuple):
     """What is added: rows times the matrix of their expert."""
 
@@ -125,7 +134,7 @@ class Packed:
     w_stride: WeightStride
     strides: MixedStrides
     decoding: Decoding
-    SCALE_ROWS: Constant  # rows of the weight that share a scale
+    of_rows: ScalesOfRows
     low: LowRank
     tile: PackedTile
 
@@ -161,6 +170,7 @@ def moe_ops_train_packed(
     SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    FACTOR_ROWS: tl.constexpr,
     low_rows_ptr,
     low_matrix_ptr,
     low_R,
@@ -214,6 +224,8 @@ def moe_ops_train_packed(
             w_zero_ptr, n, k, N, K, w_zero_stride_n, w_zero_stride_g, BLOCK_N, GROUPS, SCALE_ROWS,
             SCALE_GROUP,
         )  # fmt: skip
+    if TRANSPOSE and FACTOR_ROWS:  # what is left of factors beside the first is near 1
+        first_factor = tl.load(w_factor_ptr + e * w_factor_stride_e)
     acc = tl.zeros((BLOCK_M, OUT), tl.float32)
     for start in tl.range(0, in_size, IN, num_stages=NUM_STAGES):
         if TRANSPOSE:
@@ -245,6 +257,10 @@ def moe_ops_train_packed(
                 w_zero_ptr, next_n, next_k, N, K, w_zero_stride_n, w_zero_stride_g,
                 BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP,
             )  # fmt: skip
+        if TRANSPOSE and FACTOR_ROWS:
+            of_rows = w_factor_ptr + e * w_factor_stride_e + row.to(tl.int64) * w_factor_stride_n
+            factor = tl.load(of_rows, mask=row < N, other=1.0)
+            x = (x.to(tl.float32) * (first_factor / factor)[None, :]).to(dtype)
         w = columns(p, s, zero, dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO)
         if INTERPRET:  # the interpreter's 16-bit products are wrong
             x = x.to(tl.float32)
@@ -255,10 +271,15 @@ def moe_ops_train_packed(
             zero = next_zero
 
     acc *= shift(dtype, FORMAT, SCALE)
-    if w_factor_ptr is not None:  # the global scale of an expert
-        acc /= tl.load(w_factor_ptr + e * w_factor_stride_e)
     position = first + tl.arange(0, BLOCK_M)
     column = tile * OUT + tl.arange(0, OUT)
+    if w_factor_ptr is not None:  # the global scale of an expert, or of each row
+        w_factor_ptr += e * w_factor_stride_e
+        if TRANSPOSE or not FACTOR_ROWS:
+            acc /= tl.load(w_factor_ptr)
+        else:
+            of_rows = w_factor_ptr + column.to(tl.int64) * w_factor_stride_n
+            acc /= tl.load(of_rows, mask=column < N, other=1.0)[None, :]
     inside = (position < end)[:, None]
     position = position.to(tl.int64)[:, None]
     ok = inside & (column < out_size)[None, :]
@@ -293,6 +314,12 @@ def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
 def decoding_of(of: Format) -> Decoding:
     """How both kernels decode a weight: each weight times its scale."""
     return Decoding(of.name, of.scale if of.scale in ("e8m0", "e4m3") else "weight", of.group)
+
+
+def scales_of_rows(w: MixedOperand) -> ScalesOfRows:
+    """Those of a weight."""
+    of = w.format
+    return ScalesOfRows(of.group if of.scale == "block" else 1, w.strides.w_factor_stride_n > 0)
 
 
 def multiply(
@@ -330,7 +357,7 @@ def multiply(
         w_stride=w.stride,
         strides=w.strides,
         decoding=decoding_of(of),
-        SCALE_ROWS=of.group if of.scale == "block" else 1,
+        of_rows=scales_of_rows(w),
         low=LowRank(u, matrix, R, min(MOST_R, block_r(R))),
         tile=tile,
     )

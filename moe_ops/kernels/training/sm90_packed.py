@@ -68,7 +68,14 @@ from moe_ops.kernels.training.decode import (
     bits,
     fma_words,
 )
-from moe_ops.kernels.training.packed import BLOCK_M, BLOCK_OUT, STEP, decoding_of
+from moe_ops.kernels.training.packed import (
+    BLOCK_M,
+    BLOCK_OUT,
+    STEP,
+    ScalesOfRows,
+    decoding_of,
+    scales_of_rows,
+)
 from moe_ops.meta.workspace import cdiv
 
 FORMATS = ("int4", "e2m1", "int8", "e4m3")
@@ -454,7 +461,7 @@ class PackedSm90:
     K: Specialized
     strides: MixedStrides
     decoding: Decoding
-    SCALE_ROWS: Constant  # rows of the weight that share a scale
+    of_rows: ScalesOfRows
     activation: Activated  # or NOTHING
     tile: WgmmaTile
 
@@ -489,6 +496,7 @@ def moe_ops_train_wgmma_packed(
     SCALE: gl.constexpr,
     SCALE_GROUP: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
+    FACTOR_ROWS: gl.constexpr,
     alpha,
     beta,
     limit,
@@ -650,8 +658,14 @@ def moe_ops_train_wgmma_packed(
     acc = warpgroup_mma_wait(0, [acc])
 
     acc *= e2m1_shift(SCALE) if FORMAT == "e2m1" else INT4_SHIFT
-    if w_factor_ptr is not None:  # the global scale of an expert
-        acc /= gl.load(w_factor_ptr + e * w_factor_stride_e)
+    if w_factor_ptr is not None:  # the global scale of an expert, or of each row
+        w_factor_ptr += e * w_factor_stride_e
+        if FACTOR_ROWS:
+            n = tile_rows(column, gap, OUT, HALVES, gl.SliceLayout(0, MMA)).to(gl.int64)
+            factor = gl.load(w_factor_ptr + n * w_factor_stride_n, mask=n < N, other=1.0)
+            acc /= gl.expand_dims(factor, 0)
+        else:
+            acc /= gl.load(w_factor_ptr)
     if low_rows is not None:
         mbarrier.wait(full.index(next_slot), next_phase)
         acc = issue(rows_smem, matrix_smem, acc, TRANSPOSE)
@@ -707,8 +721,8 @@ def why_not(w: MixedOperand, dtype: torch.dtype, transpose: bool) -> str | None:
         return "its format is none of this kernel's"
     if w.data.data_ptr() % 16 or not w.data.is_contiguous():
         return "it is not contiguous, or begins elsewhere than at a multiple of 16 bytes"
-    if w.strides.w_factor_stride_n:
-        return "it has scales of channels"
+    if w.strides.w_factor_stride_n and (transpose or of.name != "e2m1"):
+        return "it has scales of rows"
     if w.K % block_k or (transpose and w.N % block_n):
         return "tiles do not divide its size"
     if of.group and block_k % of.group and of.group % block_k:
@@ -762,7 +776,7 @@ def multiply(
         K=w.K,
         strides=w.strides,
         decoding=decoding_of(of),
-        SCALE_ROWS=of.group if of.scale == "block" else 1,
+        of_rows=scales_of_rows(w),
         activation=activation,
         tile=WgmmaTile(
             transpose, even, GROUP_M, block_n, block_k, NUM_STAGES, 16 // of.bits, NUM_WARPS

@@ -16,7 +16,7 @@ from moe_ops.csrc import build
 from moe_ops.ops.problem import Machine, Problem
 from tests.backends.cutlass.test_layer import case_of, check, forget
 from tests.support import fake_cutlass
-from tests.support.cases import BF16, FP16, Case, garbage
+from tests.support.cases import BF16, FP16, Case, garbage, with_global_rows
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="simulated on a CPU")
 all_schemes = pytest.mark.parametrize("scheme", schemes.BLOCK_SCALED)
@@ -99,6 +99,16 @@ def test_one_known_scale(which):
     """That of the input alone, or that of the activation's output."""
     given = known(case("nvfp4", M=9))
     given.args[which] = given.args[which]._replace(activation_scale=None)
+    check(given)
+
+
+@pytest.mark.parametrize("num_experts", [0, 5])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
+def test_global_scales_of_rows(activation, num_experts):
+    """Of w13. Activations have a known scale of each expert, or one from the data."""
+    given = case("nvfp4", activation=activation, M=12, E=5, top_k=3, I=96)
+    given = known(given, num_experts) if num_experts else given
+    given.args[1] = with_global_rows(given.args[1])
     check(given)
 
 

@@ -96,6 +96,38 @@ def test_a_range_of_experts_is_that_part_of_all(form, tmp_path):
         same(checkpoint.expert_weight(PREFIX, expert_ids=ids), whole[ids.start :: ids.step])
 
 
+@pytest.mark.parametrize("modelopt", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_global_scales_of_gate_and_up(modelopt, stacked, tmp_path):
+    """Different in one expert alone: each row has one, also of the experts of other shards."""
+    writer, values = NVFP4(modelopt=modelopt), {}
+    tensors: dict = {}
+    for name in ("gate_proj", "up_proj"):
+        matrices = []
+        for e in range(E):
+            writer.factor = 0.7 if (name, e) == ("up_proj", 1) else 1.0 + e
+            parts, value = writer.matrix(I, K)
+            matrices.append(parts)
+            values.setdefault(name, []).append(value)
+            if not stacked:
+                tensors |= {f"{PREFIX}.{e}.{name}.{role}": t for role, t in parts.items()}
+        if stacked:
+            for role in matrices[0]:
+                tensors[f"{PREFIX}.{name}.{role}"] = torch.stack([m[role] for m in matrices])
+    save(tmp_path, tensors, writer.config)
+    whole = Checkpoint(tmp_path).expert_weight(PREFIX)
+    assert whole.scheme == "nvfp4" and whole.global_scale.shape == (E, 2 * I, 1)
+    assert [len(rows.unique()) for rows in whole.global_scale] == [1, 2, 1]
+    want = np.concatenate([values["gate_proj"], values["up_proj"]], 1)
+    got = whole.dequantize(torch.float32).double().numpy()
+    assert (np.abs(got - want) <= 4 * 2**-24 * np.abs(want)).all()
+    for ids in (range(2, E), range(1, 2), range(0, E, 2)):
+        part = Checkpoint(tmp_path).expert_weight(PREFIX, expert_ids=ids)
+        same(part, whole[ids.start : ids.stop : ids.step])
+    up = Checkpoint(tmp_path).expert_weight(PREFIX, ("up_proj",))
+    assert up.global_scale.shape == (E,)
+
+
 def same(got, want):
     """Equal tensors, bit for bit, of quantized weights all of theirs."""
     if not hasattr(want, "scheme"):
@@ -376,12 +408,6 @@ BAD = {
         GPTQ(sym=True),
         replace("qzeros", lambda t: t + 1),
         r"1.up_proj.*qzeros must be 8 everywhere, as the checkpoint's sym=True says",
-    ),
-    "two global scales": (
-        NVFP4(),
-        replace("weight_global_scale", lambda t: t * 2),
-        r"1.gate_proj.weight_packed in .*global scale of the other projections of its "
-        r"expert.*gate and up",
     ),
     "not stored alike": (
         Packed(),

@@ -630,6 +630,35 @@ def test_parameters_whose_tensors_have_unknown_names(old, tmp_path):
         load(tmp_path, "int8_w8a16")
 
 
+class NVFP4OfMatrices(NVFP4):
+    """Gate and up of an expert have different global scales."""
+
+    def matrix(self, n, k):
+        self.factor = float(self.rng.integers(5, 20)) / 10
+        return super().matrix(n, k)
+
+
+@pytest.mark.parametrize("modelopt", [False, True])
+def test_gate_and_up_with_different_global_scales(modelopt, tmp_path):
+    original = qwen(1)
+    requantize(tmp_path, NVFP4OfMatrices(modelopt=modelopt), original)
+    loaded = load(tmp_path, "nvfp4_w4a16")
+    w13, w2 = weights_of(loaded).values()
+    assert w13.global_scale.shape == (*w13.shape[:2], 1)
+    assert w2.global_scale.shape == w2.shape[:1]
+    assert_same_values(loaded, original)
+    loaded.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same_values(again, original)
+
+
+def test_gpt_oss_with_different_global_scales(tmp_path):
+    """Rows of gate and up take turns."""
+    original = gpt_oss()
+    one_by_one(tmp_path, original, NVFP4OfMatrices())
+    assert_same_values(load(tmp_path, "nvfp4_w4a16"), original)
+
+
 TENSOR = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
 MATRIX_SCALES = {
     "weights": (compressed("float-quantized", TENSOR), "fp8_w8a16:channel"),

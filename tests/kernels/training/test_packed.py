@@ -96,7 +96,7 @@ def expected(x: Tensor, weight: Weight, transpose: bool) -> Tensor:
     values = oracle.dequantized(weight.data, scale, weight.scheme, zero)
     values = values.to(x.dtype).double()
     if global_scale is not None:
-        values /= global_scale.double()[:, None, None]
+        values /= global_scale.double().view(len(values), -1, 1)
     y = []
     for values_e, start, end in zip(values, (0, *ENDS), ENDS, strict=False):
         y.append(x[start:end].double() @ (values_e if transpose else values_e.T))
@@ -111,6 +111,18 @@ def check(where: tuple, columns: int, weight: Weight, transpose: bool, within=2e
     assert (y[used:] == HELD).all()  # rows of no expert, NaN in x, are not written
     error = oracle.relative_error(y[:used], expected(x, weight, transpose))
     assert error <= within, f"relative error {error:.2e}, allowed {within:.2e}"
+
+
+@everywhere
+@both_ways
+def test_global_scales_of_rows(where, transpose):
+    """The product over rows divides its input by them, which is rounded again."""
+    weight = quantized("nvfp4_w4a16", 72, 144)
+    assert weight.global_scale is not None
+    steps = torch.rand(len(ENDS), 72, 1, generator=torch.Generator().manual_seed(0)) + 0.5
+    weight = weight._replace(global_scale=weight.global_scale[:, None, None] * steps)
+    rounding = 2.0**-8 if where[1] == BF16 else 2.0**-11
+    check(where, 72 if transpose else 144, weight, transpose, rounding if transpose else 2e-5)
 
 
 @everywhere
