@@ -77,7 +77,10 @@ def test_plans_for_an_amd_gpu():
         plain = scheme.removesuffix("_static") in PLAIN
         assert [b.name for _, b in plan.tiers] == (["triton"] if plain else ["torch"]), scheme
         if not plain:
-            assert "hold PTX, which needs an NVIDIA GPU, got gfx942" in refused["triton"][0]
+            why = (
+                "has no kernels for minima" if scheme.endswith(":min") else "hold PTX, which needs"
+            )
+            assert why in refused["triton"][0]
         assert "SM94" not in str(plan) and "got SM" not in str(plan)
         assert "nothing of this package was tested" in str(plan)
     for name in ("deep_gemm", "flashinfer"):
