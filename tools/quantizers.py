@@ -83,7 +83,7 @@ TOOLS = {
     ),
     "autoround": Tool(
         "AutoRound 0.16.1",
-        ("auto-round==0.16.1", TRANSFORMERS),
+        ("auto-round==0.16.1", "compressed-tensors==0.19.0", TRANSFORMERS),
         {"W4A16": ""},
         {
             "W8A16": "",
