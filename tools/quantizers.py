@@ -299,7 +299,7 @@ def table(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "quantizers")
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "quantizers")
     parser.add_argument("--tool", choices=TOOLS)
     parser.add_argument("--family")
     parser.add_argument("--scheme")
