@@ -197,14 +197,20 @@ def check(plain: Path, folder: Path, wanted: str, keep: Path | None = None) -> d
     """What moe_ops makes of a folder; ``keep``: where the expected logits are written."""
     from moe_ops.integrations.transformers import MoeOpsConfig
 
-    _, places, want, unrounded = expected(plain, folder, wanted)
-    if keep is not None:
-        save_file({"logits": want.contiguous()}, keep)
+    broken = None
+    try:
+        _, places, want, unrounded = expected(plain, folder, wanted)
+    except LookupError as error:
+        broken = error
     try:
         model = loaded(plain, folder, quantization_config=MoeOpsConfig())
     except (ValueError, ImportError) as error:
         text = str(error).replace(f"{folder}/", "")
         return {"status": "refused", "why": f"{type(error).__name__}: {text}"}
+    if broken is not None:  # the tool wrote no such weight, and it loaded all the same
+        raise broken
+    if keep is not None:
+        save_file({"logits": want.contiguous()}, keep)
     schemes, worst = set(), (0.0, "")
     for name, p in model.named_parameters():
         if hasattr(p, "scheme"):

@@ -177,6 +177,7 @@ def mlx(plain: Path, scheme: str, out: Path) -> None:
     experts = "num_experts", "num_local_experts"
     for new, old in (experts, experts[::-1]):
         config.setdefault(new, config.get(old))
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     config.setdefault("rope_theta", rope.get("rope_theta", 1e4))
     (copy / "config.json").write_text(json.dumps(config))
     mode, bits, size = re.fullmatch(r"([a-z]+\d??)(\d)(?:g(\d+))?", scheme).groups()
