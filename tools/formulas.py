@@ -19,7 +19,7 @@ ROLES = {
     *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_2"),
     *("weight_scale_inv", "weight_global_scale", "weight_zero_point"),
     *("input_scale", "input_global_scale", "qweight", "qzeros", "scales", "g_idx", "biases"),
-    *("_weight_qdata", "_weight_scale", "_weight_zero_point"),
+    *("pre_quant_scale", "_weight_qdata", "_weight_scale", "_weight_zero_point"),
 }
 _STACK = re.compile(
     r"(.*experts\.)_?(gate_up_proj|down_proj|gate_proj|up_proj)_?"
@@ -219,6 +219,7 @@ def values(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
             said = config.get(base, config)
             found[base] = torch.stack([matrix(piece, said) for piece in pieces])
         else:
-            found[f"{base}.weight"] = matrix(parts, config.get(base) or config)
+            factors = parts.pop("pre_quant_scale", torch.ones(()))  # of its input
+            found[f"{base}.weight"] = matrix(parts, config.get(base) or config) * factors.double()
         quantized.add(base if base in found else f"{base}.weight")
     return found, quantized

@@ -146,7 +146,10 @@ def _shared_by(t: dict, config: Config) -> str:
     rows, columns = math.ceil(n / 128), math.ceil(k / 128)
     said = (config.get("weights") or {}).get("strategy")
     is_block = min(n, k) > 128 or said == "block"
-    if scale in ((*batch, rows, columns), (*batch, rows, 1, columns, 1)) and is_block:
+    blocks = ((*batch, rows, columns), (*batch, rows, 1, columns, 1))
+    if rows == columns == 1:  # ModelOpt leaves the dimensions out for some matrices
+        blocks += (tuple(batch),)
+    if scale in blocks and is_block:
         return "block"
     if scale in ((*batch, n, 1), (*batch, n)) and (n, said) != (1, "tensor"):
         return "channel"
@@ -166,8 +169,9 @@ def convert_scaled(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
         scale = scale.flatten().expand(math.prod(matrix.batch)).reshape(matrix.batch)
     elif _shared_by(t, config) == "channel":
         scale = scale.reshape(*matrix.batch, matrix.rows, 1)
-    elif scale.dim() > t["weight"].dim():  # ModelOpt's blocks
-        scale = scale.squeeze(-1).squeeze(-2)
+    elif _shared_by(t, config) == "block":
+        rows, columns = math.ceil(matrix.rows / 128), math.ceil(matrix.columns / 128)
+        scale = scale.reshape(*matrix.batch, rows, columns)
     return {"qdata": t["weight"], "scale": scale}
 
 

@@ -348,7 +348,7 @@ class MoeOpsQuantizer(HfQuantizer):
         form, stack = weight.format, weight.stacked and columns_first
         known = weight.columns_first or (form is not None and form.rows_first)
         if form and stack and not known and "weight" in sources[0][0]:
-            _check_orientation(self._opened.files.entries[sources[0][0]["weight"]])
+            _check_orientation(self._opened.files.entries[sources[0][0]["weight"]], form.name)
         if weight.shape != expected:
             raise ValueError(
                 f"{target} must have shape {expected} as (experts, rows, columns), got "
@@ -636,8 +636,14 @@ class _QuantizeConverted(loading.ConversionOps):
 _MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "_weight_conversions")
 
 
-def _check_orientation(entry: Entry) -> None:
+def _check_orientation(entry: Entry, form: str) -> None:
     """Raise for a stack of which shapes cannot tell whether its columns come first."""
+    if form == "modelopt mxfp4":
+        raise ValueError(
+            f"{entry} must not be a stack of ModelOpt's MXFP4 for a model that keeps columns "
+            "before rows: its groups lie along the rows; load the plain checkpoint with "
+            "MoeOpsConfig(scheme)"
+        )
     if entry.dtype != torch.uint8:
         raise ValueError(
             f"{entry} must hold experts one by one, pairs of e2m1, or in ModelOpt's files e4m3 "

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.support.writers import (
     AWQ,
@@ -614,6 +615,40 @@ def test_torchao_attention_beside_plain_experts(tmp_path):
     rewrite(tmp_path, lambda t: t[f"{name}._weight_zero_point"].fill_(1))
     with pytest.raises(ValueError, match=f"{name}._weight_qdata in .* weight_zero_point must be"):
         load(tmp_path, "int8_w8a16")
+
+
+def test_stacks_of_modelopt_with_groups_of_rows(tmp_path):
+    """gpt_oss in MXFP4: (E, K, N/2), where down_proj is square and shapes would fit either way."""
+    original = gpt_oss()
+    save_plain(original, tmp_path)
+
+    def change(tensors):
+        for name in [n for n in tensors if n.endswith("down_proj")]:
+            E, K, N = tensors[name].shape
+            tensors[name] = torch.zeros(E, K, N // 2, dtype=torch.uint8)
+            tensors[f"{name}_weight_scale"] = torch.full((E, K, N // 32), 127, dtype=torch.uint8)
+
+    rewrite(tmp_path, change)
+    set_config(tmp_path, ModelOptMXFP4.config)
+    with pytest.raises(ValueError, match="down_proj in .* groups lie along the rows"):
+        load(tmp_path)
+
+
+def test_one_block_without_dimensions(tmp_path):
+    """ModelOpt writes (1, 1, 1, 1) for some matrices of one block, and () for others."""
+    tensors, want = {}, []
+    for e, shape in enumerate(((1, 1, 1, 1), ())):
+        q, scale = torch.randn(128, 128).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
+        tensors |= {
+            f"experts.{e}.down_proj.weight": q,
+            f"experts.{e}.down_proj.weight_scale": scale,
+        }
+        want.append(q.float() * scale.item())
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    got = Checkpoint(tmp_path, config).expert_weight("experts", ("down_proj",))
+    assert got.scheme == "fp8_w8a16:block"
+    assert torch.equal(got.dequantize(torch.float32), torch.stack(want))
 
 
 def test_torchao_experts(tmp_path):
