@@ -105,13 +105,6 @@ TIME = re.compile(r"\b\d+(?:\.\d+)?[\s#]*(?:us|ms|µs|ns)\b")
 # files whose comments still quote one; what has none any more leaves the list
 WITH_TIMES = {
     "backends/triton/mixed.py",
-    "kernels/mixed_gemm/configs.py",
-    "kernels/mixed_gemm/operands.py",
-    "kernels/mixed_gemm/sm80_mma.py",
-    "kernels/mixed_gemm/sm90_mainloop.py",
-    "kernels/mixed_gemm/sm90_mma.py",
-    "kernels/mixed_gemm/sm90_occupancy.py",
-    "kernels/mixed_gemm/sm90_wgmma.py",
     "numerics/elements.py",
     "ops/call.py",
     "ops/library.py",

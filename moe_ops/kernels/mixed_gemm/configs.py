@@ -119,7 +119,7 @@ def choose(
 
 
 def _streaming(rows: int, bits: int) -> GemmConfig:
-    """Config for few rows an expert, measured on an H200. `rows` is the number of weight rows that
+    """Config for few rows an expert. `rows` is the number of weight rows that
     are read in all.
 
     BLOCK_K is 128 bytes of a row. Tiles are smaller if a multiprocessor would have fewer than
@@ -265,13 +265,9 @@ def many_rows(rows: int, experts: int, I: int, bits: int) -> bool:  # noqa: E741
     """Whether a layer of so many rows is faster by training/sm90_packed.py, whose blocks of 128
     rows share a decoded weight.
 
-    In 8 bits it is from 64 rows an expert on: on an H100 fp8_w8a16:block of Qwen3 took 451 us so
-    and 589 without at M = 1024, Mixtral 878 and 999 at 256; with 56 rows, on an H200, 392 and 412,
-    but 773 and 649. In 4 bits sm90_wgmma.py needs no copy of rows and pads them to 64. On an H200,
-    when it wrote y in fp32, most of it where rows of w2 are short, so and without, in us:
-    Qwen3 in int4 526 and 530 with 128 rows, 871 and 959 with 256; gptoss20 in mxfp4 683 and 595
-    with 128, 1749 and 1918 with 512; Mixtral in int4 1863 and 1415 with 256, 23.9 and 23.4 ms with
-    4096.
+    In 8 bits it is from 64 rows an expert on: with fewer, blocks of 128 rows are mostly empty. In
+    4 bits sm90_wgmma.py needs no copy of rows and pads them to 64, so that it is ahead up to the
+    more rows, the longer those of w2 are.
     """
     if bits == 8:
         return rows >= 64 * experts
@@ -313,8 +309,7 @@ def _wgmma_of_any_batch(
 ) -> LayerConfig:
     chosen = _wgmma(rows, groups, K, I, bits, sort_chunk(rows), many)
     if chosen.split_k > 1 and rows < groups and bits == 4 and I % 256 == 0:
-        # as few programs as SPLIT_K is for: narrower tiles instead. On an H100 Qwen3 in int4 took
-        # 14.8 us at M = 1, 16.4 with the wider ones.
+        # as few programs as SPLIT_K is for: narrower tiles instead
         chosen = chosen._replace(gemm2=GemmConfig(64, 256, 2, 4))
     gemm1 = _of_segments(chosen.gemm1, chosen.block_m, K, segments13)
     gemm2 = _of_segments(chosen.gemm2, chosen.block_m, I, segments2)
@@ -323,7 +318,7 @@ def _wgmma_of_any_batch(
 
 def _of_segments(config: GemmConfig, block_m: int, columns: int, segments: int) -> GemmConfig:
     """The config of a GEMM whose rows have `columns` columns in so many segments, with registers
-    for the sums of both. Measured on an H100: docs/kernels/mixed_gemm.md.
+    for the sums of both.
     """
     if segments == 1 or (block_m == 8 and columns < 4096):
         return config
@@ -430,12 +425,8 @@ def token_facts(w13: MixedOperand, w2: MixedOperand) -> tuple[int, int] | None:
     for one token: prepared e2m1, and int4 with scales of whole chunks, of which w13's rows have at
     most 32.
 
-    Measured on H200s, us with gemv.py and with sm90_mma.py: Qwen3 in int4 11.2 and 9.7, with zero
-    points 11.7 and 11.4, in mxfp4 12.6 and 11.2, in nvfp4 13.5 and 12.1; Mixtral in int4 64.1 and
-    57.2, in mxfp4 72.1 and 64.3, in nvfp4 79.0 and 68.1; gptoss120 in mxfp4 27.1 and 25.2, but in
-    int4 in groups of 32 24.7 and 25.0. In int4 E 64, top-6, K 2048, I 1408 17.7 and 14.1; Phi-3.5
-    35.0 and 31.7; but E 160, K 5120, I 1536 30.2 and 30.3, Scout (K 5120) 25.6 and 26.4, and
-    DeepSeek-V3 (K 7168) 60.2 and 61.9.
+    Of int4 in groups of 32 and of rows of more than 32 chunks gemv.py is as fast or faster: a
+    thread of sm90_mma.py loads scales one by one there, or has too many chunks under way.
     """
     of, chunk = w2.wgmma_format, w2.k_chunk
     whole = of.name == "int4" and of.scale == "weight" and chunk > 0 and of.group % chunk == 0
@@ -475,23 +466,18 @@ def _choose_token(
     group: int,
     chunk: int,
 ) -> LayerConfig:
-    """Config of sm90_mma.py for a token alone, measured in int4 on H200s.
+    """Config of sm90_mma.py for a token alone.
 
-    A thread of GEMM1 asks for all its weights at once where they are few: with four of eight
-    chunks, Qwen3 took 11.6 us instead of 9.5; E 160, top-6, K 5120, I 1536 with eight, five and
-    ten of ten 48.0, 39.9 and 38.1; DeepSeek-V3 with seven and 14 of 14 68.3 and 61.9.
+    A thread of GEMM1 asks for all its weights at once where they are few, else in even rounds:
+    what it asks for later it waits for alone.
 
     16 warps of GEMM2 are best where no multiprocessor has two programs. Elsewhere eight are: two
     programs of 16 warps do not fit if a token has more than two experts, with which registers
-    grow. gptoss120 took 28.8 us in mxfp4 with 16 warps, and 25.2 with eight, E 160 38.1 and 30.3.
-    Of two experts with long rows they ask for four chunks, beside all of h (`rows_of_h` in
-    sm90_mma.py): Mixtral took 72.5 us on an H100 with 16 warps and two chunks, 68.3 so; other
-    widths were not measured, and rows of 13 to 16 chunks a warp, as Phi-3.5-MoE's, with 16 alone.
+    grow. Of two experts with long rows they ask for four chunks, beside all of h (`rows_of_h` in
+    sm90_mma.py); rows of 13 to 16 chunks a warp were measured with 16 warps alone.
 
-    They ask for four chunks too where a warp has 12, or a token one expert: E 160 took 36.7 us in
-    mxfp4 with three, and 32.3 so, K 4096, I 1536 with eight experts in int4 28.9 and 27.4, Scout
-    in mxfp4 29.1 with eight, and 27.3 so. Rows of GEMM1 of more than 32 chunks have eight warps,
-    with which E 160 then took 31.6 and Scout 26.5; of 32, as Mixtral's, they took 6 to 8 % longer.
+    They ask for four chunks too where a warp has 12, or a token one expert. Rows of GEMM1 of more
+    than 32 chunks have eight warps; shorter ones are slower with so many.
     """
     slots, programs = token_slots(top_k), cdiv(K, 16)
     chunks = cdiv(K, k_chunk)
@@ -624,33 +610,22 @@ def choose_wgmma(
     """Config of the two GEMMs of sm90_wgmma.py, or None if other kernels are faster for so many
     rows. An expert's rows should usually fit one block.
 
-    Measured on an H200 for qwen3, mixtral, gptoss20 and gptoss120 at 8 to 256 tokens. More blocks
-    a multiprocessor were faster than more stages, which leave less of the L1 cache for scales. A
-    GEMM2 of few tiles was faster with SPLIT_K: for Mixtral's 64 tokens, SPLIT_K = 3 makes two
-    waves of three blocks a multiprocessor. With BLOCK_K = 256 instead of 128, Mixtral in nvfp4,
-    prepared, took 236 us instead of 244 at M = 32, 548 instead of 566 at 256. In 8 bits it took,
-    with that BLOCK_K and SPLIT_K = 3 in GEMM2, 319 us instead of 337 (int8) and 322 instead of 343
-    (fp8) at M = 8.
+    More blocks a multiprocessor are faster than more stages, which leave less of the L1 cache for
+    scales. A GEMM2 of few tiles is faster with SPLIT_K, which fills waves of blocks. With
+    BLOCK_K = 256 products are waited for half as often as with 128.
 
     About half of the experts of which each has 64 rows on average have more, and a second block
     takes as long as the first: so blocks of 80 rows are faster from there on, and slower where
-    experts have several of either. With 64 and 80 rows Qwen3 took 327 and 295 us in int4 at
-    M = 1024, 328 and 293 in mxfp4, Mixtral at M = 256 531 and 467, 505 and 480, but at 1024 1591
-    and 1742 (streamed).
-    (Blocks of 24 rows instead of 32: Mixtral at M = 64 284 for 236.)
+    experts have several of either. (Blocks of 24 rows are slower than those of 32.)
 
-    Blocks of 48 rows beside 32 and 64 serve averages between theirs: with 64, 48 and 32 rows,
-    experts of 32 on average, Mixtral in int4 took 346, 308 and 340 us, in mxfp4 336, 298 and 326,
-    Phi-3.5 in int8 474, 369 and 398, gptoss20 329, 262 and 278. An average of 24 rows fits 32: E
-    64, K 2048, I 1408 took 163 us with 64, 153 with 48, 126 with 32.
+    Blocks of 48 rows beside 32 and 64 serve averages between theirs. An average of 24 rows fits
+    32.
 
-    A last wave that is nearly empty is avoided where programs are long: Scout's GEMM2 of 4.9
-    tiles a multiprocessor, four of which fit, took 4 % of the layer's time less with SPLIT_K = 2.
+    A last wave that is nearly empty is avoided by SPLIT_K = 2 where programs are long: it takes as
+    long as a full one.
 
-    For many rows, the kernels of sm80_mma.py decode each weight as often, but more slowly. With
-    64, 128, 256 and 512 rows an expert, Mixtral in int4 took 1132, 1759, 3015 and 5308 us with
-    them, and 506, 849, 1583 and 3114 us with these; in fp8 990, 1335, 2322 and 4165 us with them,
-    and 850, 1412, 2485 and 5011 us with these.
+    For many rows, the kernels of sm80_mma.py decode each 4-bit weight as often, but more slowly;
+    of 8 bits they are ahead from more than 64 rows an expert on.
     """
     if bits == 8 and rows / groups > MAX_ROWS_OF_8_BITS:
         return None
@@ -681,15 +656,12 @@ def _tiles_of_4_bits(
 ) -> LayerConfig:
     """Narrower tiles beside blocks of 8 and 16 rows: in GEMM1 of streamed int4 (beside 8 alone)
     and of weights that are scaled in their natural order, in GEMM2 of long rows of the latter
-    beside 16, and where rows are no whole chunks. Measured on H200s: docs/kernels/mixed_gemm.md.
+    beside 16, and where rows are no whole chunks.
     """
     block_m = chosen.block_m
     wide = block_m == 8 and chosen.gemm1 == GemmConfig(128, 256, 2, 4)
     if many == STAGES_OF_STREAMED and wide:
-        # With 128 rows and with 64, of three stages: Mixtral at M = 8 and 16 192.5 and 187.5,
-        # 213.2 and 207.6 us, Phi-3.5 at 8 and 32 135.0 and 130.3, 198.1 and 186.4, Qwen3 at 16,
-        # 32 and 64 60.6 and 60.0, 82.4 and 80.0, 92.4 and 91.4. (More columns than 4096: not
-        # timed.)
+        # 64 rows in three stages are ahead of 128 in two. (More columns than 4096: not timed.)
         return chosen._replace(gemm1=GemmConfig(64, 256, 3, 4))
     if not many and scaling == "weights" and block_m <= 16:
         narrow = GemmConfig(64, 256, 2, 4)
@@ -700,10 +672,9 @@ def _tiles_of_4_bits(
     several = average < 1 and blocks * cdiv(I, 64) > 8 * MULTIPROCESSORS  # tiles of a program
     if block_m > 16 or (many and not several):
         return chosen
-    # One chunk a K tile: in groups of 32 gptoss20 and gptoss120 took 167 and 484 us at M = 64
-    # with 128 rows, 156 and 462 so. (Other formats in their natural order: not measured.) Prepared
-    # mxfp4 of gptoss120 took 116.5 and 112.7 at M = 8, 200.0 and 188.8 at 16, but 312 and 340 at
-    # 32 and, where few programs had a second tile, 37.1 and 41.4 at 2.
+    # One chunk a K tile, so more stages of fewer rows. (Other formats in their natural order: not
+    # measured.) Prepared mxfp4 loses by it beside 32 rows, and where few programs have a second
+    # tile.
     narrow = GemmConfig(64, 128, 4, 4)
     return chosen._replace(
         gemm1=narrow if K % 128 else chosen.gemm1, gemm2=narrow if I % 128 else chosen.gemm2
@@ -718,7 +689,7 @@ def _tiles_of_sums(
 ) -> LayerConfig:
     """Tiles of int4 whose sums are scaled: narrower ones in GEMM1 beside 8 rows, and in GEMM2 of
     long rows beside 8 and 16; beside 32 rows eight warps, unless two blocks a multiprocessor would
-    leave a short last wave. Measured on H200s: docs/kernels/mixed_gemm.md.
+    leave a short last wave.
     """
     block_m, tiles = chosen.block_m, blocks * cdiv(K, 128)
     deep = GemmConfig(64, 256, 3, 4)
@@ -745,8 +716,8 @@ def _in_8_bits(
     K: int,
     I: int,  # noqa: E741
 ) -> LayerConfig:
-    """The config of weights of 8 bits with wider tiles beside few rows. Measured on an H200, in
-    part on an H100: docs/kernels/mixed_gemm.md.
+    """The config of weights of 8 bits with wider tiles beside few rows, which wait for products
+    half as often.
     """
     if chosen.block_m > 32 or min(K, I) < 256:
         return chosen
@@ -796,7 +767,7 @@ def _wgmma(
         if block_m == 48:
             return GemmConfig(128, 128, 4 if bits == 8 else 3, 4)
         if block_m == 64:  # four warps lack registers for accumulators and operands
-            # (of prepared e2m1 they have room: gptoss20 took 518 us at M = 1024, 588 with eight)
+            # (of prepared e2m1 they have room)
             narrow = GemmConfig(128, 128, 4, 4 if many == STAGES_OF_WORDS else 8)
             return GemmConfig(128, 256, 2, 8) if wide else narrow
         if not wide:
@@ -821,8 +792,7 @@ def fits_wgmma(block_m: int, average: float) -> bool:
     average.
 
     Blocks hold an expert's rows, so that weights are read once, as far as the largest block
-    allows, and are not mostly empty. (In mxfp4, Mixtral's layer of 32 tokens took 265 us with
-    BLOCK_M = 16, 288 with 32.)
+    allows, and are not mostly empty.
     """
     return min(average, 64) <= block_m < max(9, 4 * average)
 
@@ -877,10 +847,8 @@ def multiplies_e4m3(config: LayerConfig, w2: MixedOperand, split_k: int, pairs: 
     """Whether sm90_wgmma.py multiplies int4_w4a8 in e4m3, which decodes with fewer instructions,
     or in bf16, which takes fewer registers beside many rows.
 
-    Measured on an H200, us in e4m3 and in bf16: Qwen3 at M = 8 46.4 and 54.6, at 256 153 and 157,
-    at 1024, with blocks of 64 rows, 543 and 374; Mixtral at M = 8 204 and 225, at 64 300 and 310,
-    at 256 (64 rows) 917 and 594. One token of Mixtral, whose GEMM2 has 128 programs of 28 K tiles,
-    took 104 and 78; one of Qwen3 (256 programs of two) 17.3 and 18.4.
+    Blocks of 64 rows have no registers for it, and spill. One token whose GEMM2 has few programs
+    of many K tiles is faster in bf16.
     """
     steps = cdiv(cdiv(w2.K, w2.block_k(config.gemm2)), split_k)
     programs = min(pairs, w2.E) * cdiv(w2.N, config.gemm2.block_n) * split_k
@@ -912,7 +880,7 @@ def split_k_of(w2: MixedOperand, config: GemmConfig, split_k: int, pairs: int) -
 def blocks_together(block_m: int, K: int) -> int:
     """GROUP_M of sm90_wgmma.py: as many blocks as have GROUP_BYTES of x, of short rows half, so
     that the L2 keeps them for all tiles of weight rows; 0 of blocks that hold all rows of an
-    expert. Measured on an H200 and an H100: docs/kernels/mixed_gemm.md.
+    expert.
     """
     if block_m < 64:
         return 0
@@ -929,6 +897,6 @@ def max_unsorted_pairs(pairs: int, experts: int) -> int:
     """The most pairs for which programs of the GEMMs find their blocks themselves, without a
     sorting kernel; 0 if a sorting kernel runs.
 
-    With a sorting kernel Mixtral's 8 tokens, 16 pairs of 8 experts, took 215 us, without 225.
+    Where many pairs share few experts, the sorting kernel is faster.
     """
     return PAIR_BUCKETS[0] if pairs <= min(PAIR_BUCKETS[0], experts) else 0

@@ -88,9 +88,7 @@ class MixedPointers(NamedTuple):
     (global scales) or each of its rows (channel and global scales), and a bias (E, N).
 
     Kernels take these pointers before all numbers, because ptxas merges loads of neighbouring
-    parameters, which moves the loads of weights. One token of gptoss20 in prepared mxfp4 took 26.6
-    us on an H200 with this order of gemv.py's parameters, and 29.0 with each tensor's strides
-    after its pointer.
+    parameters, which delays the loads of weights if each tensor's strides stand after its pointer.
     """
 
     w_scale: Pointer
@@ -235,9 +233,8 @@ def _wgmma_format(of: Format, scales: torch.dtype, activation: QuantDesc | None 
 
     It scales int4 weights with bf16 scales themselves, rounded to bf16, instead of the sums (of
     those with zero points beside few rows the sums, too: `MixedOperand.scaling_sums`).
-    Then sums of groups take no registers and no multiplications, and nothing waits for them:
-    Mixtral took 264 us instead of 273 at M = 64, 506 instead of 649 at 256. Scales of other dtypes
-    would lose bits in bf16.
+    Then sums of groups take no registers and no multiplications, and nothing waits for them.
+    Scales of other dtypes would lose bits in bf16.
     """
     in_e4m3 = activation is not None and activation.dtype == "e4m3" and activation.group.cols == -1
     if in_e4m3 and of.name == "int4" and of.scale == "e4m3" and of.group % 128 == 0:
@@ -252,9 +249,8 @@ def _k_chunk(K: int, of: Format) -> int:
     scale if sums are scaled. 0 if the kernels cannot take such rows.
 
     A row need not have whole chunks: the last chunk is then the last K_CHUNK columns of the row,
-    and x is zero at those that belong to the chunk before. (gptoss20, with 2880 columns, at 64
-    tokens: in mxfp4 163 us with chunks of 64 columns, which take twice as many loads of scales,
-    and 155 with 128; in nvfp4 182 and 173.)
+    and x is zero at those that belong to the chunk before. (Chunks of 64 columns, which 2880 is a
+    multiple of, take twice as many loads of scales.)
     """
     if K % 64:
         return 0
@@ -266,9 +262,8 @@ def _k_chunk(K: int, of: Format) -> int:
 def _segments_of_one(of: Format, K: int, k_chunk: int, has_zero: bool) -> int:
     """Two of a long row, so that two warps share it, if the halves are whole chunks and groups.
 
-    Kernels for many rows need registers for both sums. On an H100 Qwen3 (rows of 2048 and 768
-    columns) in int4 took 11.29, 130.1 and 1047 us under batch_invariant at M = 1, 64 and 4096 with
-    halves, and 11.77, 128.2 and 987 without; 10.59, 127.8 and 894 without the mode.
+    Kernels for many rows need registers for both sums, so shorter rows have one: one warp is fast
+    enough for a token's.
     """
     if (of.name, of.scale) not in SAME_BITS or has_zero or k_chunk == 0 or K % k_chunk:
         return 0

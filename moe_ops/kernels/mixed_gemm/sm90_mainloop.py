@@ -141,9 +141,8 @@ def tile_of_table(
     of the `used` blocks in the table.
 
     Consecutive tiles have different blocks, because programs of one block would all read the same
-    rows of x at the same time. (Mixtral's GEMM1 of 64 tokens took 182 us with this order and 216
-    with the other.) All tiles of GROUP_M blocks come before those of the next blocks, so that the
-    L2 keeps the rows of x; 0: of all blocks.
+    rows of x at the same time. All tiles of GROUP_M blocks come before those of the next blocks,
+    so that the L2 keeps the rows of x; 0: of all blocks.
     """
     block = used * 0  # the first one of a group
     blocks = gl.maximum(used, 1)
@@ -169,8 +168,7 @@ def first_tile_of_pair(
     A block has the tiles of the programs of all its pairs, those of its first pair first. So as
     many programs have a tile if all tokens have the same experts as if they have different ones.
     Each warp reads the ids of all pairs, and one reduction computes three counts. Ids are cached
-    in L1: otherwise all programs load from the same slice of L2, and Qwen3 at M = 8 takes 61 us in
-    mxfp4 instead of 51.
+    in L1: otherwise all programs load from the same slice of L2.
     """
     LANES: gl.constexpr = gl.BlockedLayout([MAX_PAIRS // 32], [32], [NUM_WARPS], [0])
     other = gl.arange(0, MAX_PAIRS, LANES)
@@ -202,8 +200,8 @@ def tiles_left(index_ptr, S, programs, tiles_per_block, MAX_PAIRS: gl.constexpr)
     MAX_PAIRS pairs the block that starts at it (`pack_block`), and the first and end number of its
     tiles; how many blocks have any; how many a block has on average, rounded up).
 
-    Blocks are cached in L1, and not read again: where all programs asked one part of the L2 for
-    three numbers of each block, Qwen3 at M = 8 took 58 us in int4 on an H100 for 53.
+    Blocks are cached in L1, and not read again: all programs would ask one part of the L2 for
+    three numbers of each block.
     """
     LANES: gl.constexpr = gl.BlockedLayout([MAX_PAIRS // 32], [32], [1], [0])
     pair = gl.arange(0, MAX_PAIRS, LANES)
@@ -221,7 +219,7 @@ def tiles_left(index_ptr, S, programs, tiles_per_block, MAX_PAIRS: gl.constexpr)
 def tile_of_left(i, left, tiles_per_block):
     """What `tile_of_table` says of the i-th of the tiles of `tiles_left`; expert -1 for some of
     the used times average numbers. Consecutive ones are of different blocks if these have about
-    as many tiles left. (With tiles 61 apart gptoss120's 16 tokens took 2 % longer.)
+    as many tiles left.
     """
     blocks, begin, end, used, average = left
     tile = i % used * average + i // used
@@ -388,9 +386,8 @@ def producer(
     after it. It then takes one tile after the other, as this GEMM's counter in the index workspace
     says, and hands it to the consumers while they still have all of the tile before.
 
-    So short rows cost no time in which nothing is copied: 256 tokens of Qwen3 in int4, whose tiles
-    have eight and three K tiles, took 119 us for 134. (Programs with fixed tiles end at different
-    times: gptoss20 in mxfp4 took 127 us so, and 112 with twice as many of them.)
+    So short rows cost no time in which nothing is copied. (Programs with fixed tiles end at
+    different times.)
     """
     x_smem, more_smem, w_smem, s_smem, full, _ = ring
     k_tiles = gl.cdiv(K, BLOCK_K)

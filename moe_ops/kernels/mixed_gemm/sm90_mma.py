@@ -135,9 +135,8 @@ def rows_of_h(K_PART, K_CHUNK, DEPTH, NUM_WARPS, SLOTS):
     """Chunks of rows of h that GEMM2 brings to shared memory at a time: one for each warp, or all
     of its rounds, of each warp a power of two.
 
-    All are faster where a warp takes several rounds of weights and a token has few experts: on an
-    H100 gptoss120 took 27.5 us for 28.6 in mxfp4, Mixtral 68.5 for 70.1 in int4, but E 160, top-6,
-    K 5120, I 1536 34.7 for 33.7.
+    All are faster where a warp takes several rounds of weights and a token has few experts; of six
+    experts they are slower.
     """
     chunks = (K_PART + K_CHUNK - 1) // K_CHUNK
     rounds = (chunks + DEPTH - 1) // DEPTH

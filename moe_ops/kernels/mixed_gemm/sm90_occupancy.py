@@ -69,10 +69,8 @@ def occupancy(kernel: WgmmaKernel, tiles: int) -> Occupancy:
 
     A multiprocessor holds as many blocks as fit, because each hides the latency of the others. If
     scales are copied with the weights, three blocks hide it, and the number of blocks is the one
-    that leaves the least of the last wave empty. (gptoss20 in nvfp4 at M = 8, with 7.0 tiles of
-    GEMM1 and 3.6 of GEMM2 a multiprocessor: 107 us with three blocks, 95 with four, 106 with five;
-    gptoss120, with 9.7 and 5.0: 132, 140, 128. In int4, four blocks instead of three took gptoss20
-    from 94 to 88 us at M = 8, from 118 to 127 at 16.)
+    that leaves the least of the last wave empty. In int4, whose scales threads load, more blocks
+    than three may lose as much as that gains.
     """
     stream = _may_stream(kernel)
     overlap = stream or _may_overlap(kernel)
@@ -94,8 +92,7 @@ def occupancy(kernel: WgmmaKernel, tiles: int) -> Occupancy:
 
 def _fit_in_three(kernel: WgmmaKernel, tiles: int) -> bool:
     """Whether all tiles of int4 run at once with three blocks a multiprocessor, so that registers
-    for a fourth are better spent on the overlap. On an H200 Phi-3.5 at M = 8 took 146 us with zero
-    points (whose weights were scaled then), and so 134; in groups of 32 141 and 137.
+    for a fourth are better spent on the overlap.
     """
     few = tiles <= 3 * MULTIPROCESSORS
     return few and kernel.block_m == 8 and (kernel.format.name, kernel.format.scale) == INT4
@@ -103,9 +100,8 @@ def _fit_in_three(kernel: WgmmaKernel, tiles: int) -> bool:
 
 def _time(tiles: int, blocks: int) -> float:
     """Estimated time of a GEMM in waves of `blocks` blocks a multiprocessor, in units of the time
-    that a block's copies take. A wave takes 1.2 more for its start and end, which fits the times
-    in
-    `occupancy`. The sum over a few numbers of tiles accounts for routing that makes more or fewer.
+    that a block's copies take. A wave takes 1.2 more for its start and end, as measured. The
+    sum over a few numbers of tiles accounts for routing that makes more or fewer.
     """
     waves = [cdiv(tiles * percent, 100 * MULTIPROCESSORS * blocks) for percent in (95, 100, 105)]
     return sum(waves) * (blocks + 1.2)
@@ -126,7 +122,7 @@ def _max_blocks(kernel: WgmmaKernel, consumer_registers: int) -> int:
 def _min_registers(kernel: WgmmaKernel, overlap: bool) -> int:
     """Registers that a consumer thread needs, found by compiling: with so many, and with the 7
     fewer that rounding may leave, the compiler spills little or nothing. (Three blocks of 48 rows
-    of prepared e2m1 do: Mixtral at M = 128 took 1.5 times as long as with two.)
+    of prepared e2m1 do, and are far slower than two.)
     """
     of, (block_n, _, _, num_warps), block_m = kernel.format, kernel.config, kernel.block_m
     accumulators = block_n * block_m // (32 * num_warps)
@@ -149,13 +145,11 @@ def _may_overlap(kernel: WgmmaKernel) -> bool:
     """Whether a chunk may be decoded while the one before is multiplied, if the registers for that
     cost no block.
 
-    On an H200 this took 1 to 8 % less time with BLOCK_M = 8, and with 16 if it takes few
-    registers. With 32 it took 1 to 2 % less if weights are scaled, so that chunks have no sums of
-    their own, and no zero points take registers.
+    It pays with BLOCK_M = 8, and with 16 if it takes few registers; with 32 if weights are scaled,
+    so that chunks have no sums of their own, and no zero points take registers.
 
-    With two stages, so many blocks fit on a multiprocessor that they hide each other's latency: 1
-    to 5 % less time without the overlap. The same holds for int4 in chunks of 64 whose sums are
-    scaled (gptoss20 at M = 8: 104 us without, 108 with).
+    With two stages, so many blocks fit on a multiprocessor that they hide each other's latency
+    without the overlap. The same holds for int4 in chunks of 64 whose sums are scaled.
     """
     of, config = kernel.format, kernel.config
     if kernel.block_m == 8:
@@ -176,9 +170,8 @@ def _may_stream(kernel: WgmmaKernel) -> bool:
     """Whether products of a K tile may be in flight while the next K tile is decoded, so that the
     tensor cores never wait between them.
 
-    Measured on an H200 for int4 with scales of whole chunks: Mixtral at M = 8 took 177.7 us
-    instead of 183.7. With 16 and 32 rows in a block it was no faster; blocks of 64 took 0 to 7 %
-    longer than with eight warps, which do not stream; and short programs gain nothing.
+    It is for int4 with scales of whole chunks. With 16 and 32 rows in a block it is no faster;
+    blocks of 64 are faster with eight warps, which do not stream; and short programs gain nothing.
     """
     (block_n, _, num_stages, num_warps) = kernel.config
     # (a slot of the ring is freed once the next one is full: one alone would wait for ever)

@@ -250,8 +250,7 @@ class RoundingBlock(NamedTuple):
 @lru_cache(maxsize=1024)
 def rounding_block(K: int) -> RoundingBlock:
     """The RoundingBlock of rows of K columns. One program takes a row, unless it is long: it then
-    reads it once, where those of parts read it all for its scale. (Qwen3 at M = 8 took 47.05 us in
-    int4_w4a8 with programs of 2048 columns, the row, and 47.60 with two of 1024.)
+    reads it once, where those of parts read it all for its scale.
     """
     columns = 1 << (K - 1).bit_length()
     if columns > WHOLE_ROW:
@@ -1269,8 +1268,7 @@ def token_boxes(
 
     The descriptor has, for every row, this row and the `block_m - 1` rows after it. A box that
     starts before row 0 of such a view, and so is partly out of bounds, has just a block's own
-    rows, and TMA reads no others. (With boxes of whole blocks Mixtral at M = 64 took 302 us in
-    mxfp4 instead of 293, gptoss20 in nvfp4 184 instead of 180.)
+    rows, and TMA reads no others, as it would with boxes of whole blocks.
     """
     row = K * 16 // bits  # of 8 bits there are negative numbers, too
     # columns of an operand: half a chunk, or all of it
@@ -1339,8 +1337,8 @@ def _prepare(
     pairs: int,
     num_ids: int,
 ) -> _Prepared:
-    """What follows from shapes, the config and the number of pairs. Cached, because it
-    takes 3 us.
+    """What follows from shapes, the config and the number of pairs. Cached, because each call
+    would compute it again.
     """
     E, N, row_bytes = shape
     block_n, _, num_stages, num_warps = config
