@@ -146,9 +146,9 @@ def _shared_by(t: dict, config: Config) -> str:
     rows, columns = math.ceil(n / 128), math.ceil(k / 128)
     said = (config.get("weights") or {}).get("strategy")
     is_block = min(n, k) > 128 or said == "block"
-    blocks = ((*batch, rows, columns), (*batch, rows, 1, columns, 1))
+    blocks = [(*batch, rows, columns), (*batch, rows, 1, columns, 1)]
     if rows == columns == 1:  # ModelOpt leaves the dimensions out for some matrices
-        blocks += (tuple(batch),)
+        blocks.append(tuple(batch))
     if scale in blocks and is_block:
         return "block"
     if scale in ((*batch, n, 1), (*batch, n)) and (n, said) != (1, "tensor"):
