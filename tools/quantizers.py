@@ -118,7 +118,7 @@ TOOLS = {
             "MXFP8_DEFAULT_CFG": "mxfp8",
             "INT8_WEIGHT_ONLY_CFG": "",
             "INT8_DEFAULT_CFG": "int8_w8a8_static",
-            "INT8_SMOOTHQUANT_CFG": "int8_w8a8",
+            "INT8_SMOOTHQUANT_CFG": "int8_w8a8_static",
             "INT4_AWQ_CFG": "",
         },
     ),
@@ -266,10 +266,9 @@ def names(which: list[str], most: int = 6) -> str:
 def table(results: dict) -> str:
     """The lines of docs/checkpoints.md."""
     lines = [
-        "| tool | scheme | written | right | as | refused | transformers alone |\n",
+        "| tool | scheme | written | right | as | refused or wrong | transformers alone |\n",
         "|---|---|---|---|---|---|---|\n",
     ]
-    reasons: dict[str, list[str]] = {}
     for tool, schemes in results.items():
         for scheme, cells in schemes.items():
             written = {f: c for f, c in cells.items() if c["status"] != "not written"}
@@ -290,10 +289,6 @@ def table(results: dict) -> str:
                 ", ".join(counts),
             )
             lines.append(f"| {' | '.join(row)} |\n")
-            for family in others:
-                cell = written[family]
-                text = f"{cell['status']}: {cell.get('why', '')}"
-                reasons.setdefault(text, []).append(f"{TOOLS[tool].title} `{scheme}` `{family}`")
     return "".join(lines)
 
 

@@ -176,17 +176,19 @@ def mlx(plain: Path, scheme: str, out: Path) -> None:
     rope = config.get("rope_parameters") or {}
     experts = "num_experts", "num_local_experts"
     for new, old in (experts, experts[::-1]):
-        config.setdefault(new, config.get(old))
+        if config.get(old) is not None:
+            config.setdefault(new, config[old])
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     config.setdefault("rope_theta", rope.get("rope_theta", 1e4))
     (copy / "config.json").write_text(json.dumps(config))
-    mode, bits, size = re.fullmatch(r"([a-z]+\d??)(\d)(?:g(\d+))?", scheme).groups()
+    affine = re.fullmatch(r"affine(\d)g(\d+)", scheme)
+    mode, bits, size = ("affine", *affine.groups()) if affine else (scheme, 4, 32)
     mlx_lm.convert(
         str(copy),
         str(out),
         quantize=True,
         q_bits=int(bits),
-        q_group_size=int(size or 32),
+        q_group_size=int(size),
         q_mode=mode,
     )
     shutil.rmtree(copy)
