@@ -64,9 +64,9 @@ class Places:
                 place = torch.arange(len(rows))
                 self.rows.setdefault(rows.shape[1], []).append((unit, name, turned, place))
 
-    def count(self) -> int:
-        """How many numbers of experts a file's tensors were put in the place of."""
-        return sum(int(t.sum()) for n, t in self.taken.items() if is_of_experts(n))
+    def of_experts(self) -> set[str]:
+        """The parameters of experts of which a file's tensors took a place."""
+        return {n for n, t in self.taken.items() if is_of_experts(n) and bool(t.any())}
 
     def put(self, name: str, value: Tensor) -> str | None:
         """Place a tensor's rows; what does not fit, if something does not."""
@@ -108,13 +108,15 @@ class Places:
 class RoundedInput(TorchFunctionMode):
     """Rounds what is multiplied by weights of experts, as a scheme says."""
 
-    def __init__(self, model: nn.Module, scheme: str, scales: dict[bool, Tensor]):
+    def __init__(
+        self, model: nn.Module, weights: set[str], scheme: str, scales: dict[bool, Tensor]
+    ):
         from tests.support import oracle
 
         self.round, self.scheme, self.scales = oracle.quantized_activation, scheme, scales
         self.ranges = []
         for name, p in model.named_parameters():
-            if is_of_experts(name) and p.dim() == 3:
+            if name in weights and p.dim() == 3:
                 start = p.data_ptr()
                 end = start + p.numel() * p.element_size()
                 self.ranges.append((start, end, "down" in name or "output" in name))
@@ -168,24 +170,22 @@ def expected(plain: Path, folder: Path, scheme: str) -> tuple[nn.Module, Places,
     )
     places = Places(model)
     found, quantized = formulas.values(folder)
-    problems, of_experts = [], False
+    placed = {name: places.put(name, found[name]) for name in quantized}
+    problems = [why for why in placed.values() if why]
+    rounded = places.of_experts()  # a matrix that the file keeps plain has its input as it is
     for name, value in found.items():
-        before = places.count()
         plain_matrix = value.dim() == 2 and min(value.shape) >= 32
-        if name in quantized or plain_matrix and value.is_floating_point():
-            why = places.put(name, value)
-            if why and name in quantized:
-                problems.append(why)
-        of_experts |= name in quantized and places.count() > before
+        if name not in quantized and plain_matrix and value.is_floating_point():
+            places.put(name, value)
     if problems:
         raise LookupError("; ".join(problems[:3]))
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(places.values[name])
     plain_logits = output(model)
-    if not of_experts:
+    if not rounded:
         return model, places, plain_logits, plain_logits
-    with RoundedInput(model, scheme, activation_scales(folder)):
+    with RoundedInput(model, rounded, scheme, activation_scales(folder)):
         return model, places, output(model), plain_logits
 
 
