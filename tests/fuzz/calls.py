@@ -343,10 +343,10 @@ def may_refuse(e: Example, given: dict, error: BaseException) -> bool:
         return e.top_k > e.E or e.method in ("custom", "nope") or "method" in text
     if e.function == "batched_experts" and "no backward" in text:
         return True
-    if e.backend == "triton":
-        return "backend 'triton' cannot run this call" in text
     if e.dtype == FP64 and e.function == "quantize":
         return "got torch.float64" in text
+    if e.backend == "triton":
+        return "backend 'triton' cannot run this call" in text
     return bool(e.scheme) and e.dtype == FP64 and "dtype" in text
 
 
@@ -402,6 +402,8 @@ def expect_route(e: Example, out: tuple, wanted: dict) -> None:
     experts = wanted["router_weight" if "router_weight" in wanted else "router_logits"]
     count = experts.shape[0 if "router_weight" in wanted else 1]
     assert weights.dtype == FP32 and ids.dtype == torch.int32 and weights.shape == ids.shape
+    if ids.is_meta:  # without rows nothing else is refused there
+        return
     assert ((ids >= 0) & (ids < count)).all()
     ordered = ids.sort(1).values
     assert (ordered.diff(dim=1) > 0).all(), "an expert was chosen twice"
@@ -409,8 +411,14 @@ def expect_route(e: Example, out: tuple, wanted: dict) -> None:
 
 def expect_quantized(e: Example, out: Tensor, wanted: dict) -> None:
     weight = wanted["weight"]
-    assert out.shape == weight.shape
-    assert torch.equal(out.dequantize(FP32).double(), oracle.weight(out).float().double())
+    assert out.shape == weight.shape and out.is_meta == weight.is_meta
+    if out.is_meta:
+        return
+    got, expected = out.dequantize(FP32), oracle.weight(out).float()
+    if moe_ops.schemes.get_scheme(out.scheme).quantized_weight.minimum:  # rounded twice
+        assert (got - expected).abs().max() <= 2**-22 * expected.abs().max()
+    else:
+        assert torch.equal(got, expected)
 
 
 def expect_layer(e: Example, out: Tensor, wanted: dict) -> None:

@@ -22,6 +22,7 @@ from moe_ops.backends.flashinfer import layer as layer_module
 from moe_ops.backends.flashinfer import library, schemes
 from moe_ops.backends.flashinfer import relayout as layouts_of_flashinfer
 from moe_ops.backends.flashinfer.backend import BACKEND
+from moe_ops.meta.fake import Bits
 from moe_ops.numerics import QuantizedActivation, quantize_activation
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.library import KINDS
@@ -143,11 +144,12 @@ def launch(
         tiers="",
         chunk_rows=chunk_rows,
     )
-    bits = [4 if t.dtype == torch.uint8 else 8 for t in (args.w13, args.hidden_states)]
+    stored = (args.w13, args.w2, args.hidden_states)
+    bits = Bits(*[4 if t.dtype == torch.uint8 else 8 for t in stored])
     kind = KINDS["experts"]
-    kind.check(args, *bits)
+    kind.check(args, bits)
     kind.check_rows(args)
-    kind.check_sizes(args, *bits)
+    kind.check_sizes(args, bits)
     layer_module.experts(args)
     return args.out
 
