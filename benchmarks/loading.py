@@ -226,11 +226,9 @@ def load(folder: str, scheme: str | None, device: str) -> None:
 def measure(checkout: Path, folder: Path, form: str, device: str) -> dict:
     command = [sys.executable, __file__, "--load", str(folder), "--device", device]
     command += ["--scheme", "int4_w4a16"] if form == "bf16" else []
+    path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
     answer = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(checkout)},
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
     )
     if answer.returncode:
         raise SystemExit(answer.stderr[-4000:])

@@ -396,17 +396,17 @@ def _check_weights(
             f"{shape}{remedy}"
         )
     one, other = _layouts(w13, w2)
+    if w13.scheme != w2.scheme and (one or other):
+        raise ValueError(
+            "w13 and w2 must have their natural layout where their schemes differ, got "
+            f"{_scheme(w13.scheme)} and {_scheme(w2.scheme)} in layouts {one or 'none'} and "
+            f"{other or 'none'}; moe_ops.prepare(weight, 'torch') brings each back"
+        )
     if one != other:
         one, other = one or "none", other or "none"
         raise ValueError(
             f"w2 must have the layout of w13, {one}, got {other}; prepare both for one backend, "
             "or neither"
-        )
-    if one and w13.scheme != w2.scheme:
-        raise ValueError(
-            "w13 and w2 must have their natural layout where their schemes differ, got "
-            f"{_scheme(w13.scheme)} and {_scheme(w2.scheme)} in layout {one}; "
-            "moe_ops.prepare(weight, 'torch') brings each back"
         )
     return E, N, K, I
 

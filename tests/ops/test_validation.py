@@ -298,7 +298,8 @@ FUSED = {
             "w2": lambda w: laid_out(quantized("fp8_tensor")(w)),
         },
         "w13 and w2 must have their natural layout where their schemes differ, got scheme "
-        "fp8_channel and scheme fp8_tensor in layout other; moe_ops.prepare(weight, 'torch')",
+        "fp8_channel and scheme fp8_tensor in layouts other and other; moe_ops.prepare(weight, "
+        "'torch')",
     ),
     "two layouts": (
         {"scheme": "fp8_channel", "w2": laid_out},

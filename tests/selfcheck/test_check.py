@@ -343,7 +343,7 @@ def test_sizes_that_prepare_refuses_give_way_to_others(monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"backends": "nobody"}, "backends must be one of .*; got 'nobody'"),
+        ({"backends": "nobody"}, "backends must be one of .*, got 'nobody'"),
         ({"backends": ["auto"]}, "backends must name single backends, got 'auto'"),
         ({"schemes": ["fp9"]}, "scheme must be one of .*got 'fp9'"),
         ({"device": "gpu"}, "device must be a torch device such as 'cpu', got 'gpu'"),

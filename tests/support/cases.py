@@ -206,6 +206,8 @@ class Case:
         """`args` with the weights in the layout that a backend reads, if they can be laid out
         so."""
         x, w13, w2, weights, ids = self.args
+        if "+" in self.scheme:  # layers of two schemes run as they are
+            return self.args
         try:
             w13 = moe_ops.prepare(w13, backend, activation=self.options["activation"])
             return [x, w13, moe_ops.prepare(w2, backend), weights, ids]

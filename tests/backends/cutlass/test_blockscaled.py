@@ -256,7 +256,9 @@ def test_prepared_weights_are_refused_by_name(scheme):
 
 @pytest.mark.parametrize("architecture", ["sm_100a", "sm_120a"])
 def test_an_old_compiler_is_named(architecture, monkeypatch, tmp_path):
-    old = build.Toolchain("/usr/bin/nvcc", (12, 6), tmp_path, (4, 8))
-    monkeypatch.setattr(build, "toolchain", lambda: old)
+    old = tmp_path / "nvcc"
+    old.write_text("#!/bin/sh\necho release 12.6, V12.6.85\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("CUDACXX", str(old))
     with pytest.raises(build.BuildError, match=rf"12.8 or newer for {architecture}, got 12.6"):
         build.build(architecture, tmp_path / "object.so")
