@@ -36,8 +36,9 @@ H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("triton", "torch"))
 
 
 def test_every_scheme_runs_and_says_whether_it_is_emulated():
-    assert set(SCHEMES) == {"", *backend.BACKEND.native_schemes, *EMULATED}
-    for scheme in SCHEMES:
+    run = [name for name in SCHEMES if not name.endswith(":min")]  # `torch` runs minima
+    assert set(run) == {"", *backend.BACKEND.native_schemes, *EMULATED}
+    for scheme in run:
         problem = Problem("experts", 4, 128, 128, 256, 2, BF16, scheme, "", Activation("silu"))
         for backend_name in ("triton", "auto"):
             plan = plans.plan(problem, H200, backend_name)
