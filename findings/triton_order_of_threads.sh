@@ -15,8 +15,8 @@
 #
 # What it cost kernels of moe_ops on an H200, int8 weights beside one token, stands in
 # benchmarks/results/compare_tritons_one_token_before_NVIDIA_H200.json: 16.2 us of Qwen3's layer under
-# Triton 3.6 were 26.3 under 3.9, 95.9 of Mixtral's 180.7. Kernels that leave no choice take 16.3 and
-# 16.5, 93.5 and 95.4: compare_tritons_one_token_NVIDIA_H200.json.
+# Triton 3.6 were 26.3 under 3.9, 95.9 of Mixtral's 180.7. Kernels that leave no choice take 16.1 and
+# 16.3, 93.0 and 94.5: compare_tritons_one_token_NVIDIA_H200.json.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
