@@ -8,9 +8,11 @@ from moe_ops.integrations.checkpoints.common import Config, shown
 from moe_ops.integrations.checkpoints.fields import (
     BOOLEAN,
     INTEGER,
+    INTEGERS,
     NVFP4_ARGS,
     OBJECTS,
     SILENT,
+    SIZE,
     TEXT,
     Family,
     Names,
@@ -43,8 +45,9 @@ def _gptq(config: Config, names: Names) -> Config:
 
 
 def _auto_round(config: Config, names: Names) -> Config:
-    """AutoRound packs as GPTQ or AWQ; ``extra_config`` changes fields of single modules, by their
-    whole names or by regular expressions, which have characters that no name has.
+    """AutoRound packs as GPTQ or AWQ, or writes what others write; ``extra_config`` changes fields
+    of single modules, by their whole names or by regular expressions, which have characters that
+    no name has.
     """
     extra = config.get("extra_config") or {}
     where = "extra_config of quantization_config"
@@ -63,6 +66,14 @@ def _auto_round(config: Config, names: Names) -> Config:
             "weights": _auto_round_args(config, "", names[0]),
             "input_activations": _auto_round_args(config, "act_", names[0]),
         }
+    if packing.endswith("fp8"):
+        said = {name: config.get(name) for name in _FP8_BLOCK}
+        if said != _FP8_BLOCK:
+            raise ValueError(
+                f"fields of {names[0]} beside packing_format {packing!r} must be "
+                f"{shown(_FP8_BLOCK)}, got {shown(said)}"
+            )
+        return config | {"quant_method": "fp8"}
     rounded = config.get("act_bits") or 16
     if config.get("data_type") not in (None, "int") or rounded < 16:
         raise ValueError(
@@ -89,6 +100,11 @@ def _auto_round_args(config: Config, prefix: str, module: str) -> Config | None:
     )
 
 
+# what `auto_round:fp8` says of weights with a scale for each 128 x 128
+_FP8_BLOCK = {
+    **{"data_type": "fp", "bits": 8, "group_size": [128, 128]},
+    **{"act_data_type": "fp", "act_bits": 8, "act_group_size": 128},
+}
 _INTEGERS: dict[str, tuple] = {
     "pack_dtype": ("int32",),
     "is_marlin_format": (False,),
@@ -107,8 +123,10 @@ GPTQ = Family(
 )
 AUTO_ROUND = Family(
     used={
-        **dict.fromkeys(("bits", "group_size", "act_bits", "act_group_size"), INTEGER),
-        **dict.fromkeys(("data_type", "act_data_type"), TEXT),
+        **dict.fromkeys(("bits", "act_bits", "act_group_size"), INTEGER),
+        "group_size": SIZE,
+        **dict.fromkeys(("data_type", "act_data_type", "activation_scheme"), TEXT),
+        "weight_block_size": INTEGERS,
         "sym": BOOLEAN,
         "extra_config": OBJECTS,
     },
@@ -121,7 +139,9 @@ AUTO_ROUND = Family(
             "auto_round:awq",
             "auto_awq",
             "auto_round:llm_compressor",
+            "auto_round:fp8",
         ),
+        "fmt": ("e4m3",),
         "act_dynamic": (True,),
         "act_sym": (True,),
         "desc_act": (False,),

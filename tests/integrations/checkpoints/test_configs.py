@@ -510,6 +510,20 @@ def test_auto_round(tmp_path):
         read(tmp_path, writer)
 
 
+def test_auto_round_of_fp8_blocks(tmp_path):
+    """As transformers' fine-grained FP8, in fields of its own beside those."""
+    fields = {"quant_method": "auto-round", "packing_format": "auto_round:fp8", "fmt": "e4m3"}
+    fields |= {"data_type": "fp", "bits": 8, "group_size": [128, 128], "sym": True}
+    fields |= {"act_data_type": "fp", "act_bits": 8, "act_group_size": 128, "act_sym": True}
+    fields |= {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    writer = BlockFP8()
+    writer.config = fields | {"extra_config": {".*mlp.gate.*": {"bits": 16, "group_size": None}}}
+    assert read(tmp_path, writer).scheme == "fp8_block"
+    for changed in ({"act_group_size": 64}, {"group_size": 128}, {"act_bits": 16}):
+        with pytest.raises(ValueError, match=r"packing_format 'auto_round:fp8' must be .*, got"):
+            read(tmp_path, with_config(writer, **changed))
+
+
 class ModelOptFP8(Writer):
     def __init__(self, algorithm, scale, activation=False):
         super().__init__()
