@@ -55,6 +55,14 @@ def require(tensors: dict, role: str, shape: tuple[int, ...], *dtypes: torch.dty
         raise ValueError(f"{role} must be one of {dtypes}, got {t.dtype}")
 
 
+def require_numbers(tensors: dict, role: str, count: int) -> None:
+    """Raise ValueError unless a tensor is one floating-point number, or one for each matrix."""
+    shape = shape_of(tensors, role)
+    if math.prod(shape) not in (1, count):
+        raise ValueError(f"{role} must have one element a matrix, got {shape}")
+    require(tensors, role, shape, *FLOATS, torch.float64)
+
+
 def check_weights(config: Config, **expected: tuple) -> None:
     """Raise ValueError where a description of weights contradicts what their tensors are."""
     args = config.get("weights") or {}
@@ -132,10 +140,8 @@ def scheme_of(
             f"{input_scale} must be {'there' if needed else 'absent'}: the checkpoint says that "
             f"activations are {'quantized by it' if needed else 'not'}, scheme {scheme!r}"
         )
-    if needed and math.prod(shape_of(tensors, input_scale)) not in (1, _matrices(tensors)):
-        raise ValueError(
-            f"{input_scale} must have one element a matrix, got {shape_of(tensors, input_scale)}"
-        )
+    if needed:
+        require_numbers(tensors, input_scale, _matrices(tensors))
     return scheme
 
 

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from moe_ops import environment
 from moe_ops.integrations.checkpoints import files, floats
-from moe_ops.integrations.checkpoints.common import FLOATS, VALUES_ONLY, require, shape_of
+from moe_ops.integrations.checkpoints.common import (
+    FLOATS,
+    VALUES_ONLY,
+    require,
+    shape_of,
+    shown,
+)
 from moe_ops.integrations.checkpoints.compressed_tensors import check_transforms
 from moe_ops.integrations.checkpoints.configs import config_for
 from moe_ops.integrations.checkpoints.formats import (
@@ -242,6 +248,8 @@ class Checkpoint:
                     "stacked with another projection, because 128 rows share a scale, got "
                     f"{described[0][1].rows}"
                 )
+        if first.scheme.startswith(("int4", "int8_w8a16")):  # which keep their scales' dtype
+            self._require_one_dtype(sources, "scales", "weight_scale")
         joined = joined if form is None and not first.batch else 0
         if joined and rows % joined:
             raise ValueError(
@@ -270,6 +278,8 @@ class Checkpoint:
         for.
         """
         name = scheme_for(weight, scheme)
+        if not name:
+            self._require_one_dtype(weight.sources, "weight")
         parts = self._parts(weight, name, device)
         if not name:
             return parts["plain"] if dtype is None else parts["plain"].to(dtype)
@@ -508,6 +518,18 @@ class Checkpoint:
         except ValueError as error:
             raise ValueError(f"{self._where(source)}: {error}") from error
 
+    def _require_one_dtype(self, sources: tuple, *roles: str) -> None:
+        """Raise ValueError where tensors would be rounded to the dtype of the first expert's."""
+        entries, first = self.files.entries, sources[0][0]
+        for source in (source for projection in sources for source in projection):
+            for role in source.keys() & set(roles):
+                entry, like = entries[source[role]], entries[first[role]]
+                if entry.dtype != like.dtype:
+                    raise ValueError(
+                        f"{entry} must be {like.dtype} like {like}, because the experts become "
+                        f"one tensor, got {entry.dtype}"
+                    )
+
     def _config(self, form: Format, source: Source, values_only: bool) -> dict[str, Any]:
         config: dict[str, Any] = {}
         if not form.tells:
@@ -517,6 +539,13 @@ class Checkpoint:
             if key not in self._configs:  # asked for again when the matrix is read
                 self._configs[key] = self._said(config_for, *key[1:], method=form.method)
             config = self._configs[key]
+            said = config.get("quant_method")
+            if said is not None and form.methods and str(said).lower() not in form.methods:
+                raise ValueError(
+                    f"{self._said_in}quant_method must be {' or '.join(map(repr, form.methods))} "
+                    f"beside tensors of {form.name}, got {shown(said)}; the configuration is of "
+                    "other files"
+                )
         return config | {VALUES_ONLY: True} if values_only else config
 
     def _said(self, function: Callable, *arguments: str, **options: str) -> Any:

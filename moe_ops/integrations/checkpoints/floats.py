@@ -18,6 +18,7 @@ from moe_ops.integrations.checkpoints.common import (
     Matrix,
     check_weights,
     require,
+    require_numbers,
     scheme_of,
     shape_of,
     shown,
@@ -221,8 +222,7 @@ def describe_nvfp4(t: dict, config: Config) -> Matrix:
         require(t, qdata, (*batch, n, k), torch.uint8)
         require(t, "weight_scale", (*batch, n, k // 8), torch.float8_e4m3fn)
     k *= 2
-    if math.prod(shape_of(t, global_scale)) not in (1, math.prod(batch)):
-        raise ValueError(f"{global_scale} must have one element, got {shape_of(t, global_scale)}")
+    require_numbers(t, global_scale, math.prod(batch))
     strategies = ("tensor_group", "group")
     check_weights(config, type=("float",), num_bits=(4,), symmetric=(True,), group_size=(16,))
     check_weights(config, strategy=strategies)

@@ -41,7 +41,12 @@ class Format:
     dtypes: tuple[torch.dtype, ...] = ()  # of "weight", where the names do not tell
     tells: bool = False  # its tensors alone do: the configuration is in words of its own
     method: str = ""  # quant_method of its configurations, which do not say it
+    methods: tuple[str, ...] = ()  # whose configurations can mean it
     rows_first: bool = False  # a stack is (E, N, K) whatever the model has
+
+
+_MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
+_COMPRESSED = ("compressed-tensors", "auto-round")  # AutoRound's can be llm-compressor's files
 
 
 def format_of(tensors: dict, where: str) -> Format | None:
@@ -112,9 +117,15 @@ FORMATS = (
         floats.describe_scale_inv,
         floats.convert_scale_inv,
         (torch.float8_e4m3fn, torch.int8),
+        methods=("fp8",),
     ),
     Format(
-        "mxfp4 blocks", ("blocks", "scales"), (), floats.describe_blocks, floats.convert_blocks
+        "mxfp4 blocks",
+        ("blocks", "scales"),
+        (),
+        floats.describe_blocks,
+        floats.convert_blocks,
+        methods=("mxfp4",),
     ),
     Format(
         "gptq or awq",
@@ -122,6 +133,7 @@ FORMATS = (
         ("g_idx",),
         integers.describe_int_words,
         integers.convert_int_words,
+        methods=("gptq", "awq"),
     ),
     Format(
         "compressed-tensors nvfp4",
@@ -129,6 +141,7 @@ FORMATS = (
         ("input_global_scale",),
         floats.describe_nvfp4,
         floats.convert_nvfp4,
+        methods=_COMPRESSED,
     ),
     Format(
         "compressed-tensors packed",
@@ -136,6 +149,7 @@ FORMATS = (
         ("weight_shape", "weight_zero_point", "weight_g_idx"),
         _describe_weight_packed,
         _convert_weight_packed,
+        methods=_COMPRESSED,
     ),
     Format(
         "modelopt",
@@ -144,6 +158,7 @@ FORMATS = (
         floats.describe_nvfp4,
         floats.convert_nvfp4,
         (torch.uint8,),
+        methods=_MODELOPT,
     ),
     Format(
         "fp8 or int8 with weight_scale",
@@ -152,6 +167,7 @@ FORMATS = (
         _describe_scaled,
         _convert_scaled,
         (torch.float8_e4m3fn, torch.int8),
+        methods=("fp8", *_COMPRESSED, *_MODELOPT),
     ),
     Format(
         "modelopt mxfp4",
@@ -160,6 +176,7 @@ FORMATS = (
         floats.describe_modelopt_mxfp4,
         floats.convert_modelopt_mxfp4,
         (torch.uint8,),
+        methods=_MODELOPT,
     ),
     Format(
         "mlx",

@@ -71,6 +71,10 @@ def describe_packed(t: dict, config: Config) -> Matrix:
     size = args.get("group_size") if args.get("strategy", "group") == "group" else -1
     zp = ""
     if "weight_zero_point" in t:
+        if args.get("symmetric"):
+            raise ValueError(
+                "weight_zero_point must be absent: the checkpoint says symmetric is True"
+            )
         require(t, "weight_zero_point", (*batch, math.ceil(n * bits / 32), groups), torch.int32)
         zp = ":zp"
     elif args.get("symmetric") is False:

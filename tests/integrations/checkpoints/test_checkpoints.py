@@ -38,6 +38,7 @@ SCHEMES = {
     "deepseek_fp4": "mxfp4_w4a8",
     "mxfp8": "mxfp8",
 }
+ZERO_POINTS = torch.zeros(I // 8, K // 32, dtype=torch.int32)
 
 
 def write(folder, writer, change=None, names=("gate_proj", "up_proj", "down_proj")):
@@ -355,6 +356,16 @@ def replace(part, function, expert=1):
     return change
 
 
+def silent(writer):
+    """The same, whose configuration does not say whether weights are symmetric."""
+    del writer.config["config_groups"]["group_0"]["weights"]["symmetric"]
+    return writer
+
+
+def as_integers(t):
+    return t.view(torch.int32)
+
+
 def shuffle(t):
     return t[torch.randperm(len(t))]
 
@@ -409,8 +420,33 @@ BAD = {
         replace("qzeros", lambda t: t + 1),
         r"1.up_proj.*qzeros must be 8 everywhere, as the checkpoint's sym=True says",
     ),
-    "not stored alike": (
+    "zero points of symmetric weights": (
         Packed(),
+        lambda t: t.update({f"{PREFIX}.1.up_proj.weight_zero_point": ZERO_POINTS}),
+        "1.up_proj.* in .*weight_zero_point must be absent: the checkpoint says symmetric is True",
+    ),
+    "scales of two dtypes": (
+        Packed(),
+        replace("weight_scale", lambda t: t.float() * 1.001),
+        "1.up_proj.weight_scale in .* must be torch.bfloat16 like .*0.gate_proj.*torch.float32",
+    ),
+    "integers for a global scale": (
+        NVFP4(),
+        replace("weight_global_scale", as_integers),
+        "1.up_proj.* in .*weight_global_scale must be one of .*got torch.int32",
+    ),
+    "integers for a scale of the whole": (
+        NVFP4(modelopt=True),
+        replace("weight_scale_2", as_integers),
+        "1.up_proj.* in .*weight_scale_2 must be one of .*got torch.int32",
+    ),
+    "integers for a scale of activations": (
+        NVFP4(modelopt=True),
+        replace("input_scale", as_integers),
+        "1.up_proj.* in .*input_scale must be one of .*got torch.int32",
+    ),
+    "not stored alike": (
+        silent(Packed()),
         lambda t: [
             t.update({f"{PREFIX}.0.up_proj.{p}": v})
             for p, v in Packed(symmetric=False, group=32).matrix(I, K)[0].items()
@@ -448,6 +484,31 @@ def test_bad_configurations(config, message, tmp_path):
     write(tmp_path, writer)
     with pytest.raises(ValueError, match=message):
         Checkpoint(tmp_path).expert_weight(PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("form", "other"),
+    [("ct_mxfp4", "gptq4"), ("gptq4", "ct_int4"), ("ct_fp8", "gptq4"), ("modelopt_nvfp4", "awq")],
+)
+def test_a_configuration_of_another_library_is_refused(form, other, tmp_path):
+    writer = copy.copy(WRITERS[form])
+    writer.config = WRITERS[other].config
+    write(tmp_path, writer)
+    message = "config.json: quant_method must be '.* beside tensors of .*, got '"
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(tmp_path).expert_weight(PREFIX)
+
+
+def test_plain_experts_are_not_rounded_to_the_dtype_of_the_first(tmp_path):
+    tensors = {f"{PREFIX}.{e}.down_proj.weight": torch.randn(K, I) for e in range(E)}
+    tensors[f"{PREFIX}.0.down_proj.weight"] = tensors[f"{PREFIX}.0.down_proj.weight"].bfloat16()
+    save(tmp_path, tensors, {})
+    with pytest.raises(ValueError, match="1.down_proj.weight in .* must be torch.bfloat16 like"):
+        Checkpoint(tmp_path).expert_weight(PREFIX, ("down_proj",))
+    # each is quantized by itself
+    weight = Checkpoint(tmp_path).expert_weight(PREFIX, ("down_proj",), "fp8_channel")
+    want = moe_ops.quantize(torch.stack([t.float() for t in tensors.values()]), "fp8_channel")
+    assert torch.equal(weight.qdata[1:].view(torch.uint8), want.qdata[1:].view(torch.uint8))
 
 
 def test_schemes_that_do_not_fit(tmp_path):
