@@ -258,8 +258,9 @@ class MoeOpsQuantizer(HfQuantizer):
                 raise ValueError(f"{where} must be absent: {why_refused(role)}")
 
     def _check_missing(self, model: Any, missing: set[str], unclaimed: dict[str, str]) -> None:
-        """Raise if the model lacks a parameter, and the checkpoint has tensors in its module, or
-        anywhere in the same backbone, that nobody takes: transformers would leave it random.
+        """Raise if the checkpoint lacks a parameter beside experts, such as their router or biases;
+        or any, and has tensors in its module, or anywhere in the same backbone, that nobody takes:
+        transformers would leave it random.
         """
         prefix = model.base_model_prefix
         backbone = f"{prefix}." if prefix and hasattr(model, prefix) else ""
@@ -271,9 +272,13 @@ class MoeOpsQuantizer(HfQuantizer):
             for tensor, target in unclaimed.items()
             if not any(re.search(pattern, tensor) for pattern in left)
         }
+        blocks = tuple({target.rsplit(".", 2)[0] + "." for target in self._layers})
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         for name in sorted(missing - tied):
-            if not spare or any(re.search(pattern, name) for pattern in ignored):
+            if any(re.search(pattern, name) for pattern in ignored):
                 continue
+            if name.startswith(blocks) and name in parameters:
+                raise ValueError(self._no_tensor(name, unclaimed))
             module = name.rpartition(".")[0] + "."
             beside = (t for t, target in spare.items() if target.startswith(module))
             within = (t for t, target in spare.items() if target.startswith(backbone))

@@ -439,6 +439,10 @@ BAD = {
         ],
         "layers.1.mlp.experts.down_proj must be in the checkpoint, got no tensor",
     ),
+    "missing router": (
+        lambda t: t.pop("model.layers.1.mlp.gate.weight"),
+        "layers.1.mlp.gate.weight must be in the checkpoint, got no tensor",
+    ),
     "rows": (
         lambda t: [
             t.update({n: t[n][:64]}) for n in list(t) if "layers.1" in n and "up_proj" in n
