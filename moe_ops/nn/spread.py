@@ -16,6 +16,7 @@ from moe_ops.parallel import invariance, wire
 from moe_ops.parallel.agreement import check_agreement
 from moe_ops.parallel.dispatch import Dispatcher, make_dispatcher
 from moe_ops.parallel.replicas import ReplicatedPlacement, balanced
+from moe_ops.schemes import layer_scheme
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -149,8 +150,7 @@ def send_tokens(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: T
         dispatcher: Any = layer.dispatcher
         ids, weights = dispatcher.dispatch_routing(topk_ids, topk_weights)
         quantized = getattr(dispatcher, "exchange_quantized", "")  # an adapter may have none
-        scheme = getattr(layer.experts.w13, "scheme", "")
-        if quantized and x.is_cuda and wire.quantizes_later(scheme, x.shape[1]):
+        if quantized and x.is_cuda and wire.quantizes_later(_scheme(layer), x.shape[1]):
             options["exchange"] = quantized
         return Sent(x, ids, weights, options, by_tree, added)
     rows, ids, weights = layer.dispatcher.dispatch(x, topk_ids, topk_weights)
@@ -207,9 +207,14 @@ def _sends_later(layer: SpreadLayer) -> bool:
     """Whether tokens travel behind their routing."""
     if not getattr(layer.dispatcher, "sends_rows_later", False) or layer.router_weight_on_input:
         return False
-    w13 = layer.experts.w13
-    scheme, layout = getattr(w13, "scheme", ""), getattr(w13, "weight_layout", "")
-    return wire.pays_later(scheme, layout, layer.backend)
+    layout = getattr(layer.experts.w13, "weight_layout", "")
+    return wire.pays_later(_scheme(layer), layout, layer.backend)
+
+
+def _scheme(layer: SpreadLayer) -> str:
+    """`layer_scheme` of the experts, by which backends send rows: none does with two schemes."""
+    weights = layer.experts.w13, layer.experts.down_proj
+    return layer_scheme(*[getattr(weight, "scheme", "") for weight in weights])
 
 
 def _refuse_training(experts: Experts) -> None:

@@ -235,6 +235,31 @@ def test_rows_behind_their_routing_travel_quantized_where_a_kernel_does_so(world
         assert sent.options["exchange"] == "its name"
 
 
+@pytest.mark.parametrize("schemes", [("fp8_block", ""), ("", "fp8_block")])
+def test_rows_of_experts_with_two_schemes_are_not_sent_later(world, monkeypatch, schemes):
+    """Which no backend sends behind their routing, nor takes quantized on their way."""
+    world(1, 2)
+    config = MoEConfig(4, 2, 128, 128, parallel=parallel(dp_size=2, dp_rank=1))
+    layer = MoELayer.from_config(config, group=torch.distributed.group.WORLD)
+    layer.requires_grad_(False)
+    for name, scheme in zip(("gate_up_proj", "down_proj"), schemes, strict=True):
+        if scheme:
+            packed = quantize(getattr(layer.experts, name).data, scheme)
+            setattr(layer.experts, name, torch.nn.Parameter(packed, False))
+    layer.dispatcher = SimpleNamespace(
+        exchange="its name",
+        exchange_quantized="quantized its name",
+        send_quantized=False,
+        sends_rows_later=True,
+        dispatch=lambda x, ids, weights: (x, ids, weights),
+        dispatch_routing=lambda *routing: pytest.fail("rows travel behind their routing"),
+    )
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.is_meta))
+    x, *routing = torch.randn(3, 128, device="meta"), torch.zeros(3, 2).int(), torch.rand(3, 2)
+    sent = send_tokens(layer, x, *routing)
+    assert sent.added and sent.options["exchange"] == "its name"
+
+
 def test_mailboxes_live_as_long_as_their_group(world, monkeypatch):
     """A later group may have the same name."""
     monkeypatch.setattr(mailboxes, "_make", lambda *_: mailboxes._Kept(object(), None))
