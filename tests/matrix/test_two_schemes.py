@@ -116,6 +116,17 @@ def test_chunks_have_the_scales_of_all_tokens(scheme):
         assert torch.equal(case.run(), whole)
 
 
+@pytest.mark.parametrize("scheme", ["plain+fp8_tensor", "fp8_tensor+plain"])
+def test_batches_in_chunks_have_the_scales_of_all_rows(scheme):
+    _, w13, w2, *_ = Case("cpu", FP32, scheme, E=6).args
+    x, counts = torch.randn(6, 30, w2.shape[1]), torch.tensor([30, 0, 9, 30, 1, 20])
+    whole = moe_ops.batched_experts(x, w13, w2, counts.int(), backend="torch")
+    chunked = {"backend": "torch", "max_workspace_bytes": 60000}
+    again = moe_ops.batched_experts(x, w13, w2, counts.int(), **chunked)
+    inside = torch.arange(30) < counts[:, None]
+    assert torch.equal(again[inside], whole[inside])
+
+
 def test_batch_invariance():
     case = Case("cpu", BF16, "int4_w4a16:g32+plain", M=20)
     x, w13, w2, weights, ids = case.args
@@ -185,6 +196,16 @@ def test_gradients(scheme, recompute):
     expected = torch.autograd.grad(case.reference(), leaves, seed.double())
     for one, other in zip(got, expected, strict=True):
         assert_matches(one, other, 2 * tolerance(FP32, scheme))
+
+
+@pytest.mark.parametrize("scheme", ["plain+int4_w4a16:g32", "plain+fp8_tensor", "fp8_block+plain"])
+def test_outputs_that_record_gradients_have_the_bits_of_others(scheme):
+    """In bf16, where both products are in fp32, as are tokens times their router weights."""
+    for options in ({}, {"on_input": True, "top_k": 1}):
+        case = Case("cpu", BF16, scheme, M=9, K=128, I=128, **options)
+        whole = case.run("torch")
+        case.args[0] = case.args[0].clone().requires_grad_()
+        assert torch.equal(case.run("torch"), whole)
 
 
 def test_gradients_in_bf16_have_their_dtypes():
