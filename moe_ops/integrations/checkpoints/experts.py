@@ -512,6 +512,10 @@ class Checkpoint:
                 *batch, rows, columns = shape_of(entries, "weight", *dims)
                 return None, Matrix("", rows, columns, tuple(batch))
             matrix = form.describe(entries, self._config(form, source, values_only))
+            if 0 in (*matrix.batch, matrix.rows, matrix.columns):
+                raise ValueError(
+                    f"weight must have elements, got {matrix.rows} rows and {matrix.columns} columns"
+                )
             if factors is not None:
                 require({FACTORS: factors}, FACTORS, (matrix.columns,), *FLOATS)
             return form, matrix

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.writers import GPTQ, NVFP4, WRITERS, BlockFP8, Packed, gpt_oss_blocks
+from tests.support.writers import (
+    GPTQ,
+    NVFP4,
+    WRITERS,
+    BlockFP8,
+    Packed,
+    compressed,
+    gpt_oss_blocks,
+)
 
 files = pytest.importorskip("safetensors.torch")
 
@@ -497,6 +505,17 @@ def test_a_configuration_of_another_library_is_refused(form, other, tmp_path):
     message = "config.json: quant_method must be '.* beside tensors of .*, got '"
     with pytest.raises(ValueError, match=message):
         Checkpoint(tmp_path).expert_weight(PREFIX)
+
+
+def test_a_matrix_without_elements_is_refused(tmp_path):
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    tensors = {
+        f"{PREFIX}.0.down_proj.weight": torch.zeros(0, K, dtype=torch.int8),
+        f"{PREFIX}.0.down_proj.weight_scale": torch.ones(0, K // 32),
+    }
+    save(tmp_path, tensors, compressed("int-quantized", weights))
+    with pytest.raises(ValueError, match="0.down_proj.weight in .*weight must have elements"):
+        Checkpoint(tmp_path).expert_weight(PREFIX, ("down_proj",))
 
 
 def test_plain_experts_are_not_rounded_to_the_dtype_of_the_first(tmp_path):
