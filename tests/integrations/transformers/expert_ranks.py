@@ -92,8 +92,8 @@ def quantized(whole, rank: int, folder: Path) -> Iterator[tuple[str, bool]]:
     """On loading, and from what the ranks saved."""
     read, bytes_read = TensorFiles.read, []
 
-    def counted(self, name, *args):
-        tensor = read(self, name, *args)
+    def counted(self, name, *args, **options):
+        tensor = read(self, name, *args, **options)
         bytes_read.append(tensor.nbytes)
         return tensor
 
