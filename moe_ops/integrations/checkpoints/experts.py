@@ -514,7 +514,8 @@ class Checkpoint:
             matrix = form.describe(entries, self._config(form, source, values_only))
             if 0 in (*matrix.batch, matrix.rows, matrix.columns):
                 raise ValueError(
-                    f"weight must have elements, got {matrix.rows} rows and {matrix.columns} columns"
+                    f"weight must have elements, got {matrix.rows} rows and {matrix.columns} "
+                    "columns"
                 )
             if factors is not None:
                 require({FACTORS: factors}, FACTORS, (matrix.columns,), *FLOATS)

@@ -258,7 +258,7 @@ class MoeOpsQuantizer(HfQuantizer):
                 raise ValueError(f"{where} must be absent: {why_refused(role)}")
 
     def _check_missing(self, model: Any, missing: set[str], unclaimed: dict[str, str]) -> None:
-        """Raise if the checkpoint lacks a parameter beside experts, such as their router or biases;
+        """Raise if the checkpoint lacks a parameter beside experts, such as a router or biases;
         or any, and has tensors in its module, or anywhere in the same backbone, that nobody takes:
         transformers would leave it random.
         """
