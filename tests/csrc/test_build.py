@@ -143,6 +143,7 @@ def ensuring(tmp_path: Path) -> list[str]:
     return [sys.executable, "-c", code, *map(str, folders)]
 
 
+@pytest.mark.slow
 def test_two_processes_build_once(tools, tmp_path):
     log = tools(before="sleep 0.3")
     command = ensuring(tmp_path)

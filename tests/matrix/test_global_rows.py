@@ -125,6 +125,7 @@ def test_batches_and_linear(backend, scheme):
     assert_matches(y, oracle.grouped_linear(rows, w13, offsets), tolerance(FP32, scheme))
 
 
+@pytest.mark.slow
 @schemes
 def test_one_graph_for_every_number_of_tokens(scheme):
     torch._dynamo.reset()
@@ -153,6 +154,7 @@ def traced_weight(scheme: str, rows: int, columns: int, global_scale: tuple[int,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", MACHINES)
 @schemes
 def test_plans_for_gpus(where, scheme):

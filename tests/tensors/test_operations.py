@@ -625,6 +625,7 @@ def test_products_are_not_lost_in_a_weight(function):
         function(*((q,) if function is torch.baddbmm else ()), *factors, out=q)
 
 
+@pytest.mark.slow
 def test_parts_of_symbolic_sizes():
     """Of a second number of experts, which a compiler makes a symbol."""
 

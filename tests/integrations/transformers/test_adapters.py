@@ -291,6 +291,7 @@ def test_fp32_adapters_of_a_bf16_model():
         assert grad.dtype == torch.float32 and relative(grad, wanted[name]) < 0.02
 
 
+@pytest.mark.slow
 def test_several_adapters_compile_whole():
     torch._dynamo.reset()
     model, reference = adapted(), adapted()

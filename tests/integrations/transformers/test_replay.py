@@ -131,6 +131,7 @@ def test_a_generation_replayed_as_whole_sequences(attached):
     assert all(torch.equal(ids, old) for ids, old in zip(kept, before, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_code_records_and_replays():
     """In one graph, whose calls write behind one another."""
     model = build("qwen3_moe", 1)
