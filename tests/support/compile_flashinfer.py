@@ -52,7 +52,7 @@ def compiled(
     )
     f = dict.fromkeys(ExpertsArgs._fields)
     for weight, size in (("w13", (N, K)), ("w2", (K, I))):
-        f[weight], parts = _weight(Call((E, top_k, K, I), M, scheme), *size)
+        f[weight], parts = _weight(Call((E, top_k, K, I), M, scheme), scheme, *size)
         f |= {f"{weight}_{part}": tensor for part, tensor in parts.items()}
     f["out"] = f["hidden_states"] = _empty(M, K, dtype=torch.bfloat16)
     f["topk_weights"] = _empty(M, top_k, dtype=torch.float32)

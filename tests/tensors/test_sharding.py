@@ -23,13 +23,17 @@ SCHEMES = (
 E = 4
 
 
+def quantized(plain, scheme):
+    scheme, _, of_rows = scheme.partition(",")
+    weight = moe_ops.quantize(plain, scheme)
+    return with_global_rows(weight) if of_rows else weight
+
+
 def layer_of(scheme, num_experts=E, seed=0):
     torch.manual_seed(seed)
     layer = moe_ops.MoELayer(128, 128, num_experts=num_experts, top_k=2).requires_grad_(False)
-    scheme, _, of_rows = scheme.partition(",")
     for name in ("gate_up_proj", "down_proj") if scheme else ():
-        weight = moe_ops.quantize(getattr(layer.experts, name).detach(), scheme)
-        weight = with_global_rows(weight) if of_rows else weight
+        weight = quantized(getattr(layer.experts, name).detach(), scheme)
         setattr(layer.experts, name, nn.Parameter(weight, requires_grad=False))
     return layer
 
@@ -179,7 +183,7 @@ def run_replicas(rank, file, world):
         grad = want.norm.weight.grad
         dist.all_reduce(grad)
         torch.testing.assert_close(block.norm.weight.grad, grad / world)
-        weight = moe_ops.quantize(torch.randn(4, 32, 128), scheme)
+        weight = quantized(torch.randn(4, 32, 128), scheme)
         dist.broadcast(weight, 0)
         parts = [None] * world
         dist.all_gather_object(parts, weight.dequantize())
