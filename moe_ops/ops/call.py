@@ -133,8 +133,8 @@ def _key(
     """`options` and the facts of tensors: of `rows`, which must be 2-D, all but their first size,
     of the others all.
 
-    A slice of a shape takes 0.3 us, its second entry half of that. There is none where a tensor
-    has too few dimensions: IndexError.
+    The second entry of a shape costs half of a slice of it. There is none where a tensor has too
+    few dimensions: IndexError.
     """
     key = [*options]
     for t in rows:
@@ -209,7 +209,7 @@ class ExpertsCall(NamedTuple):
 
     def options(self) -> tuple:
         """All that is no tensor."""
-        act = self[8]  # its fields: hashing the dataclass takes 0.5 us
+        act = self[8]  # its fields: hashing the dataclass is slow
         of_act = (act.name, act.alpha, act.beta, act.limit)
         return ("experts", *of_act, *self[9:14], *self[16:], *self[1][6:], *self[2][6:])
 

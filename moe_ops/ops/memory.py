@@ -27,7 +27,7 @@ EMPTY_STRIDED: dict[str, Callable[..., Tensor] | None] = {
 def addressable(tensors: Iterable[Tensor | None]) -> bool:
     """Whether the values of all lie in memory; False also of tensors without elements.
 
-    Two attributes a tensor, 0.1 us: each operator asks in every call. Conjugation is no question,
+    Two attributes a tensor, since each operator asks in every call. Conjugation is no question,
     because no operator takes complex numbers.
     """
     try:

@@ -33,6 +33,11 @@ class _Options(_Kept, total=False):
     enable_expert_parallel: bool
 
 
+def _sent_by(*backends: str) -> property:
+    """Of a ParallelConfig: whether tokens travel, by a dispatcher of one of these names."""
+    return property(lambda self: self.use_all2all_kernels and self.all2all_backend in backends)
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Sizes and ranks along which one MoE layer is sharded, as this device sees them.
@@ -272,69 +277,26 @@ class ParallelConfig:
         """Tokens travel between devices: each has its own tokens and only some of the experts."""
         return self.use_ep and self.num_dispatchers > 1
 
-    @property
-    def use_naive_kernels(self) -> bool:
-        return self._uses("naive")
-
-    @property
-    def use_allgather_reducescatter_kernels(self) -> bool:
-        return self._uses("allgather_reducescatter")
-
-    @property
-    def use_all_to_all_kernels(self) -> bool:
-        return self._uses("all_to_all")
-
-    @property
-    def use_symmetric_memory_kernels(self) -> bool:
-        return self._uses("symmetric_memory")
-
-    @property
-    def use_deepep_high_throughput_kernels(self) -> bool:
-        return self._uses("deepep_high_throughput")
-
-    @property
-    def use_deepep_low_latency_kernels(self) -> bool:
-        return self._uses("deepep_low_latency")
-
-    @property
-    def use_deepep_v2_kernels(self) -> bool:
-        return self._uses("deepep_v2")
-
-    @property
-    def use_flashinfer_nvlink_one_sided_kernels(self) -> bool:
-        return self._uses("flashinfer_nvlink_one_sided")
-
-    @property
-    def use_flashinfer_nvlink_two_sided_kernels(self) -> bool:
-        """Under either of its names, of which "flashinfer_all2allv" is the older."""
-        return self._uses("flashinfer_nvlink_two_sided", "flashinfer_all2allv")
-
-    use_flashinfer_all2allv_kernels = use_flashinfer_nvlink_two_sided_kernels
-
-    @property
-    def use_mori_kernels(self) -> bool:
-        """With its high throughput, its low latency, or "mori", which leaves that open."""
-        return self._uses("mori", "mori_high_throughput", "mori_low_latency")
-
-    @property
-    def use_mori_high_throughput_kernels(self) -> bool:
-        return self._uses("mori_high_throughput")
-
-    @property
-    def use_mori_low_latency_kernels(self) -> bool:
-        return self._uses("mori_low_latency")
-
-    @property
-    def use_nixl_ep_kernels(self) -> bool:
-        return self._uses("nixl_ep")
-
-    @property
-    def use_batched_activation_format(self) -> bool:
-        """The dispatcher hands each local expert its own padded block of rows, (E, T, K)."""
-        return self._uses(*all2all.BATCHED)
-
-    def _uses(self, *backends: str) -> bool:
-        return self.use_all2all_kernels and self.all2all_backend in backends
+    # Whether the named dispatcher sends them. "mori" leaves open which of its two; of
+    # flashinfer_nvlink_two_sided, flashinfer_all2allv is the older name.
+    use_naive_kernels = _sent_by("naive")
+    use_allgather_reducescatter_kernels = _sent_by("allgather_reducescatter")
+    use_all_to_all_kernels = _sent_by("all_to_all")
+    use_symmetric_memory_kernels = _sent_by("symmetric_memory")
+    use_deepep_high_throughput_kernels = _sent_by("deepep_high_throughput")
+    use_deepep_low_latency_kernels = _sent_by("deepep_low_latency")
+    use_deepep_v2_kernels = _sent_by("deepep_v2")
+    use_flashinfer_all2allv_kernels = _sent_by(
+        "flashinfer_all2allv", "flashinfer_nvlink_two_sided"
+    )
+    use_flashinfer_nvlink_one_sided_kernels = _sent_by("flashinfer_nvlink_one_sided")
+    use_flashinfer_nvlink_two_sided_kernels = use_flashinfer_all2allv_kernels
+    use_mori_kernels = _sent_by("mori", "mori_high_throughput", "mori_low_latency")
+    use_mori_high_throughput_kernels = _sent_by("mori_high_throughput")
+    use_mori_low_latency_kernels = _sent_by("mori_low_latency")
+    use_nixl_ep_kernels = _sent_by("nixl_ep")
+    # each local expert gets its own padded block of rows, (E, T, K)
+    use_batched_activation_format = _sent_by(*all2all.BATCHED)
 
 
 def flatten_tp_across_dp_and_pcp(

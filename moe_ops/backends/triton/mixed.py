@@ -55,7 +55,7 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
 
-# cached: it has two sym_min of 0.8 us
+# cached: torch.sym_min is slow for an integer
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # fewer of whose rows kernels/permute/place.py counts in workspace2

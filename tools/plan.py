@@ -1,10 +1,10 @@
-"""python -m moe_ops.parallel.plan: what a step of one layer would take on several GPUs.
+"""python -m tools.plan: what a step of one layer would take on several GPUs.
 
-    python -m moe_ops.parallel.plan --shape 128 2048 768 8 --gpus 1 2 8
-    python -m moe_ops.parallel.plan --shape 256 7168 2048 8 --scheme fp8_block
+    python -m tools.plan --shape 128 2048 768 8 --gpus 1 2 8
+    python -m tools.plan --shape 256 7168 2048 8 --scheme fp8_block
         --gpus 8 --hosts 1 2 4 --tokens 64 512 4096 --zipf 0.6
 
-Nothing runs on a GPU: the times come from the model of moe_ops.parallel.costs, which lies within
+Nothing runs on a GPU: the times come from the model of tools/costs.py, which lies within
 12 % of what two H100s and two H200s took from 512 tokens a GPU on, for experts of Qwen3 and
 DeepSeek-V3 in bf16 and fp8_block (one case of one H200 within 15 %), and 11 % of what four H200s
 took in fp8_block from 4096 on. More GPUs and several hosts were not measured.
@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ops.meta.symmetric import MANY_TOKENS
-from moe_ops.parallel import costs, wire
+from moe_ops.parallel import wire
 from moe_ops.parallel.placement import PLACEMENTS, AnyPlacement, Placement
 from moe_ops.parallel.replicas import balanced
 from moe_ops.schemes import get_scheme
+from tools import costs
 
 TOKENS = (1, 64, 512, 4096)
 EXTRA_SLOTS = (1, 2, 4)  # of each GPU, for redundant experts
@@ -35,7 +36,7 @@ SENDING = costs.DISPATCHERS[:3]
 def parser() -> argparse.ArgumentParser:
     text = (__doc__ or "").split("\n\n")
     made = argparse.ArgumentParser(
-        prog="python -m moe_ops.parallel.plan",
+        prog="python -m tools.plan",
         description=" ".join((text[0] + " " + text[2]).split()),
         epilog="examples:\n" + text[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,

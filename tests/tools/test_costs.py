@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_ops.parallel import costs, plan
 from moe_ops.parallel.placement import PLACEMENTS, Placement
 from moe_ops.parallel.replicas import balanced
+from tools import costs, plan
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEASURED = [*RESULTS.glob("expert_parallel_NVIDIA_*_x2.json")]
