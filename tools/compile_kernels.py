@@ -47,10 +47,10 @@ from moe_ops.kernels.comm import push
 from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
-from moe_ops.kernels.permute.layout import Layout
-from moe_ops.kernels.permute.push_scatter import push_scatter
-from moe_ops.kernels.permute.scatter import GroupedRows
+from moe_ops.kernels.place.layout import Layout
 from moe_ops.kernels.router import fused, topk
+from moe_ops.kernels.rows.push_scatter import push_scatter
+from moe_ops.kernels.rows.scatter import GroupedRows
 from moe_ops.kernels.training.rows import zero_empty
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1

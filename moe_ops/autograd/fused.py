@@ -38,11 +38,11 @@ from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Launch, Lazy, run
 from moe_ops.kernels.mixed_gemm import configs
 from moe_ops.kernels.mixed_gemm.operands import operand
-from moe_ops.kernels.permute.combine import combine_rows
-from moe_ops.kernels.permute.layout import Layout, index_parts
-from moe_ops.kernels.permute.place import place
-from moe_ops.kernels.permute.rows import Routing, sorted_rows
-from moe_ops.kernels.permute.sort import group_blocks
+from moe_ops.kernels.place.layout import Layout, index_parts
+from moe_ops.kernels.place.place import place
+from moe_ops.kernels.place.routing import Routing, sorted_rows
+from moe_ops.kernels.place.sort import group_blocks
+from moe_ops.kernels.rows.combine import combine_rows
 from moe_ops.kernels.training import low_rank, packed
 from moe_ops.kernels.training.frozen import frozen
 from moe_ops.kernels.training.rounding import round_rows

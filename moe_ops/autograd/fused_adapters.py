@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moe_ops.autograd.adapters import Adapters, LowRank
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.permute.layout import Layout
-from moe_ops.kernels.permute.rows import Routing
+from moe_ops.kernels.place.layout import Layout
+from moe_ops.kernels.place.routing import Routing
 from moe_ops.kernels.training import low_rank
 
 

@@ -17,7 +17,7 @@ from moe_ops.numerics.activations import QuantizedActivation
 from moe_ops.ops.library import register_function
 from moe_ops.schemes import QuantDesc, get_scheme
 
-_LAUNCH = Lazy("moe_ops.kernels.quantize.wire:quantize_rows")
+_LAUNCH = Lazy("moe_ops.kernels.rows.wire:quantize_rows")
 
 
 def why_not_quantized(
@@ -63,7 +63,7 @@ def pays_later(scheme: str, layout: str = "", backend: str = "auto") -> bool:
 
 def quantizes_later(scheme: str, columns: int) -> bool:
     """Whether rows that travel behind their routing do so quantized: where a kernel makes one of
-    quantizing, sending and copying (kernels/permute/push_scatter.py).
+    quantizing, sending and copying (kernels/rows/push_scatter.py).
     """
     return scheme == "fp8_block" and columns % 128 == 0
 

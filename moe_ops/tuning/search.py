@@ -37,7 +37,7 @@ from moe_ops.kernels.configs import (
 from moe_ops.kernels.gemm import configs
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands as mixed_operands
-from moe_ops.kernels.quantize.scales import scales
+from moe_ops.kernels.rows.scales import scales
 from moe_ops.tensors import from_quantized, quantize
 
 _SETS = 8  # routing sets of a timing, replayed in turn

@@ -49,8 +49,8 @@ KERNELS = (
     "launch device",
     "configs",
     "comm",
-    "permute",
-    "quantize",
+    "place",
+    "rows",
     "gemm",
     "mixed_gemm",
     "training",
@@ -470,11 +470,11 @@ def test_importing_by_variables_is_for_the_named_functions_alone(copy):
     ("backends/torch/cpu.py", "from moe_ops.backends.torch import backend", "upward in its"),
     ("backends/torch/cpu.py", "from moe_ops.backends.triton import relayout", "do not know"),
     ("kernels/router/topk.py", "from moe_ops.kernels.gemm import operands", "router uses"),
-    ("kernels/permute/sort.py", "from moe_ops.kernels.gemm import operands", "upward in its"),
+    ("kernels/place/sort.py", "from moe_ops.kernels.gemm import operands", "upward in its"),
     ("kernels/other.py", "from moe_ops.kernels.gemm import operands", "no place"),
 ])  # fmt: skip
 def test_orders_inside_of_kernels_and_backends(copy, name, text, reason):
-    for folder in ("gemm", "permute"):
+    for folder in ("gemm", "place"):
         (copy / "kernels" / folder).mkdir(exist_ok=True)
         (copy / "kernels" / folder / "__init__.py").touch()
     (copy / "kernels" / "gemm" / "operands.py").touch()

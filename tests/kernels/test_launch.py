@@ -49,11 +49,11 @@ from moe_ops.kernels.launch import (  # noqa: E402
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.rows import (  # noqa: E402
+from moe_ops.kernels.place.routing import (  # noqa: E402
     NO_ROUTER_WEIGHTS,
     route_pairs,
 )
-from moe_ops.kernels.quantize.scales import Input  # noqa: E402
+from moe_ops.kernels.rows.scales import Input  # noqa: E402
 
 PACKAGE = Path(launch.__file__).resolve().parents[1]
 H200 = Gpu(227 * 1024, True, True, "NVIDIA H200")

@@ -30,7 +30,7 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import Layout, programs_of_expert
+from moe_ops.kernels.place.layout import Layout, programs_of_expert
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from moe_ops.backends.cutlass.schemes import (
 )
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
-from moe_ops.kernels.permute.layout import index_parts
+from moe_ops.kernels.place.layout import index_parts
 from moe_ops.meta.workspace import round_up
 from moe_ops.ops.library import register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
@@ -136,7 +136,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """Shapes of the workspaces. workspace13 holds quantized x (rows, K), then the activation's
     output h (rows, I), each followed by its scales: one for each row, or those of blocks in tiles;
     workspace2 gate and up (rows, N), then the products with w2 (rows, K). The index workspace:
-    kernels/permute/layout.py, then schemes.Parts. Of plain weights all are bf16 without scales.
+    kernels/place/layout.py, then schemes.Parts. Of plain weights all are bf16 without scales.
     Where the first product ends with the activation, workspace2 holds its output alone, and
     workspace13 the rest; so it is of GROUPS.
     """

@@ -37,9 +37,9 @@ from moe_ops.kernels.device.e4m3 import (
 )
 from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
 from moe_ops.kernels.launch import Constant, Gpu, Pointer, Runtime, Specialized, unprefixed
-from moe_ops.kernels.permute.layout import block_e
-from moe_ops.kernels.quantize.emulated import power_of_two
-from moe_ops.kernels.quantize.rounding import Rounding, rounding_of
+from moe_ops.kernels.place.layout import block_e
+from moe_ops.kernels.rows.emulated import power_of_two
+from moe_ops.kernels.rows.rounding import Rounding, rounding_of
 from moe_ops.meta.workspace import carve, round_up
 
 CHUNK = 1024  # columns that a program quantizes; scales of so many columns fill whole tiles

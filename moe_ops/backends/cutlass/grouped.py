@@ -26,7 +26,7 @@ from moe_ops.backends.cutlass.schemes import (
 )
 from moe_ops.backends.cutlass.setup import Gemm, setup
 from moe_ops.kernels.launch import Gpu, Launch
-from moe_ops.kernels.permute.layout import Layout
+from moe_ops.kernels.place.layout import Layout
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 _COMMON = {"d": "d", "stride_d": "stride_d"}

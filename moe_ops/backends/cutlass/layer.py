@@ -35,10 +35,10 @@ from moe_ops.kernels import launch
 from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, Launch, run
-from moe_ops.kernels.permute.combine import combine_rows
-from moe_ops.kernels.permute.layout import Layout, index_parts
-from moe_ops.kernels.permute.place import place, place_batches
-from moe_ops.kernels.quantize.shared import amax_of
+from moe_ops.kernels.place.layout import Layout, index_parts
+from moe_ops.kernels.place.place import place, place_batches
+from moe_ops.kernels.rows.combine import combine_rows
+from moe_ops.kernels.rows.shared import amax_of
 from moe_ops.meta.workspace import carve
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_ops import environment
 from moe_ops.backends.cutlass.schemes import BLOCK_SCALED, BLOCKS, INT4, kind_of
 from moe_ops.csrc import build
-from moe_ops.kernels.quantize.scales import NUM_PARTIALS, SHARED, Shared
+from moe_ops.kernels.rows.scales import NUM_PARTIALS, SHARED, Shared
 from moe_ops.meta.workspace import round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.problem import Machine

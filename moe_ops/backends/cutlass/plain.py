@@ -15,9 +15,9 @@ from moe_ops.backends.cutlass.sums import add_up
 from moe_ops.kernels import launch
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import run
-from moe_ops.kernels.permute.place import place
-from moe_ops.kernels.permute.push_scatter import push_own_rows
-from moe_ops.kernels.permute.scatter import GroupedRows
+from moe_ops.kernels.place.place import place
+from moe_ops.kernels.rows.push_scatter import push_own_rows
+from moe_ops.kernels.rows.scatter import GroupedRows
 from moe_ops.kernels.training.rows import activate, scatter
 from moe_ops.meta.workspace import carve
 from moe_ops.ops.args import ExpertsArgs

@@ -27,7 +27,7 @@ from torch import Tensor
 from moe_ops.kernels.device.e4m3 import clamp, e4m3_scale, quotient, reciprocal, stored
 from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
 from moe_ops.kernels.launch import Constant, Gpu, Pointer, Runtime, unprefixed
-from moe_ops.kernels.permute.layout import block_e
+from moe_ops.kernels.place.layout import block_e
 from moe_ops.meta.workspace import carve, round_up
 
 

@@ -31,7 +31,7 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import Layout, StridedRows, programs_of_rows, rows_of
+from moe_ops.kernels.place.layout import Layout, StridedRows, programs_of_rows, rows_of
 
 
 class Scales(NamedTuple):

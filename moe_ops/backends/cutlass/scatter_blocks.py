@@ -28,8 +28,8 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import Layout
-from moe_ops.kernels.quantize.rounding import Rounding
+from moe_ops.kernels.place.layout import Layout
+from moe_ops.kernels.rows.rounding import Rounding
 from moe_ops.meta.workspace import cdiv
 
 

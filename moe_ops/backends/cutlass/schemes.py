@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from moe_ops.kernels.quantize.scales import SHARED
+from moe_ops.kernels.rows.scales import SHARED
 from moe_ops.meta.workspace import cdiv, padded_rows, round_up
 from moe_ops.numerics.swizzle import TILE_ROWS, swizzled_shape
 from moe_ops.schemes import get_scheme

@@ -27,7 +27,7 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import block_e
+from moe_ops.kernels.place.layout import block_e
 
 
 class Gemm(NamedTuple):

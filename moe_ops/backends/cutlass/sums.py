@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.launch import Gpu, run
-from moe_ops.kernels.permute.combine import combine_rows, expert_blocks
-from moe_ops.kernels.permute.layout import Layout
+from moe_ops.kernels.place.layout import Layout
+from moe_ops.kernels.rows.combine import combine_rows, expert_blocks
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.exchange import opened
 

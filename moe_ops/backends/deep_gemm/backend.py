@@ -19,7 +19,7 @@ from moe_ops.backends.deep_gemm import library
 from moe_ops.backends.deep_gemm.relayout import RELAYOUTS, RELAYOUTS_FP4
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.launch import Lazy
-from moe_ops.kernels.permute.layout import index_parts
+from moe_ops.kernels.place.layout import index_parts
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.meta.workspace import padded_rows, round_up
 from moe_ops.ops.library import register

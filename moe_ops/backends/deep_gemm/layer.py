@@ -20,10 +20,10 @@ from moe_ops.kernels import launch
 from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, run
-from moe_ops.kernels.permute.combine import combine_rows
-from moe_ops.kernels.permute.place import place, place_batches
-from moe_ops.kernels.permute.push_scatter import push_own_rows, why_not
-from moe_ops.kernels.permute.scatter import scatter
+from moe_ops.kernels.place.place import place, place_batches
+from moe_ops.kernels.rows.combine import combine_rows
+from moe_ops.kernels.rows.push_scatter import push_own_rows, why_not
+from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -31,7 +31,7 @@ from moe_ops.ops.exchange import gathered
 
 
 class Format(NamedTuple):
-    """Scales of quantized operands: SCALES and WIDTH of kernels/permute/scatter.py."""
+    """Scales of quantized operands: SCALES and WIDTH of kernels/rows/scatter.py."""
 
     scales: str
     width: int  # of rows: columns that share a scale

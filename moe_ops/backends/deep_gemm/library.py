@@ -81,7 +81,7 @@ class Operand(NamedTuple):
 
     data: Tensor
     scale: Tensor | None = None
-    scales: str = ""  # their kind: SCALES of kernels/permute/scatter.py
+    scales: str = ""  # their kind: SCALES of kernels/rows/scatter.py
     width: int = 128  # columns that share a scale
 
     @property

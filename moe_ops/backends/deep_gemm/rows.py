@@ -1,6 +1,6 @@
 """The Triton kernel between DeepGEMM's two GEMMs: activate. Imported at first launch only.
 
-Legend as in kernels/permute/scatter.py; I intermediate size, N columns of the first GEMM's output
+Legend as in kernels/rows/scatter.py; I intermediate size, N columns of the first GEMM's output
 (2 I if gated, else I). `rows` are those of the GEMMs' operands. Rows without a pair are neither
 read nor written.
 """
@@ -25,8 +25,8 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import Layout, programs_of_expert
-from moe_ops.kernels.permute.scatter import (
+from moe_ops.kernels.place.layout import Layout, programs_of_expert
+from moe_ops.kernels.rows.scatter import (
     GROUPS,
     Quantized,
     quantized,

@@ -31,8 +31,8 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, router_weights
-from moe_ops.kernels.quantize.scales import expert_stride
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, RouterWeights, router_weights
+from moe_ops.kernels.rows.scales import expert_stride
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 

@@ -2,7 +2,7 @@
 on AMD's gfx942 plain weights and those whose activations are quantized to e4m3 or int8.
 
 If a scheme quantizes activations to a format of which no GPU up to SM90 has products, they are
-rounded and multiplied in a wider type: kernels/quantize/emulated.py. Of known activation scales
+rounded and multiplied in a wider type: kernels/rows/emulated.py. Of known activation scales
 that differ by expert, each pair has that of its expert, but of nvfp4 all have the largest, because
 a token is rounded once.
 
@@ -34,7 +34,7 @@ from moe_ops.kernels.gemm import configs as gemm_configs
 from moe_ops.kernels.launch import INTERPRETED, NATIVE_CAPABILITY, Lazy
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
-from moe_ops.kernels.quantize import rounding, scales
+from moe_ops.kernels.rows import rounding, scales
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv, maximum, round_up
 from moe_ops.ops.library import KINDS, register

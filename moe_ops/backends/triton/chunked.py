@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from moe_ops.kernels.launch import Gpu, Launch, run
-from moe_ops.kernels.quantize.scales import Shared, shared_of
-from moe_ops.kernels.quantize.shared import amax_of
+from moe_ops.kernels.rows.scales import Shared, shared_of
+from moe_ops.kernels.rows.shared import amax_of
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 Args = TypeVar("Args", ExpertsArgs, BatchedExpertsArgs)

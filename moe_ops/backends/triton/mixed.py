@@ -28,27 +28,27 @@ from moe_ops.kernels.gemm.operands import Activated, Output, activated
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
-from moe_ops.kernels.permute.combine import combine, combine_rows
-from moe_ops.kernels.permute.layout import index_parts
-from moe_ops.kernels.permute.place import place
-from moe_ops.kernels.permute.rows import (
+from moe_ops.kernels.place.layout import index_parts
+from moe_ops.kernels.place.place import place
+from moe_ops.kernels.place.routing import (
     NO_ROUTER_WEIGHTS,
     route_pairs,
     router_weights,
     sorted_rows,
 )
-from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
-from moe_ops.kernels.quantize.e4m3_int8 import Valid, counted
-from moe_ops.kernels.quantize.emulated import Hidden, decode_x, round_h, round_x
-from moe_ops.kernels.quantize.rounding import Rounding, rounding_of, x_elements
-from moe_ops.kernels.quantize.scales import (
+from moe_ops.kernels.place.sort import group_blocks, route, sort_into
+from moe_ops.kernels.rows.combine import combine, combine_rows
+from moe_ops.kernels.rows.e4m3_int8 import Valid, counted
+from moe_ops.kernels.rows.emulated import Hidden, decode_x, round_h, round_x
+from moe_ops.kernels.rows.rounding import Rounding, rounding_of, x_elements
+from moe_ops.kernels.rows.scales import (
     Input,
     Shared,
     batches_of,
     flat,
     input_of,
 )
-from moe_ops.kernels.quantize.shared import valid_pairs
+from moe_ops.kernels.rows.shared import valid_pairs
 from moe_ops.kernels.training import packed
 from moe_ops.kernels.training.rows import scatter
 from moe_ops.meta.workspace import cdiv
@@ -58,7 +58,7 @@ from moe_ops.ops.chunks import batched_chunks, chunks
 # cached: torch.sym_min is slow for an integer
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 E4M3 = torch.float8_e4m3fn
-MAX_EXPERTS = 1024  # fewer of whose rows kernels/permute/place.py counts in workspace2
+MAX_EXPERTS = 1024  # fewer of whose rows kernels/place/place.py counts in workspace2
 
 
 @cache

@@ -31,16 +31,16 @@ from moe_ops.kernels.gemm.operands import (
     weight_of,
 )
 from moe_ops.kernels.launch import Gpu, Launch, run
-from moe_ops.kernels.permute.combine import combine
-from moe_ops.kernels.permute.rows import (
+from moe_ops.kernels.place.routing import (
     NO_ROUTER_WEIGHTS,
     route_pairs,
     router_weights,
     sorted_rows,
 )
-from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
-from moe_ops.kernels.quantize.e4m3_int8 import counted, quantize_x
-from moe_ops.kernels.quantize.scales import (
+from moe_ops.kernels.place.sort import group_blocks, route, sort_into
+from moe_ops.kernels.rows.combine import combine
+from moe_ops.kernels.rows.e4m3_int8 import counted, quantize_x
+from moe_ops.kernels.rows.scales import (
     NUM_PARTIALS,
     Input,
     Shared,
@@ -50,7 +50,7 @@ from moe_ops.kernels.quantize.scales import (
     input_of,
     of_arrived,
 )
-from moe_ops.kernels.quantize.shared import valid_pairs
+from moe_ops.kernels.rows.shared import valid_pairs
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks

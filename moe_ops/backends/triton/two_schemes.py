@@ -36,8 +36,7 @@ from moe_ops.kernels.gemm.operands import (
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand
-from moe_ops.kernels.permute.combine import combine
-from moe_ops.kernels.permute.rows import (
+from moe_ops.kernels.place.routing import (
     NO_ROUTER_WEIGHTS,
     RouterWeights,
     Routing,
@@ -45,8 +44,9 @@ from moe_ops.kernels.permute.rows import (
     router_weights,
     sorted_rows,
 )
-from moe_ops.kernels.permute.sort import group_blocks, route, sort_into
-from moe_ops.kernels.quantize.scales import Input, batches_of, flat, rows_of
+from moe_ops.kernels.place.sort import group_blocks, route, sort_into
+from moe_ops.kernels.rows.combine import combine
+from moe_ops.kernels.rows.scales import Input, batches_of, flat, rows_of
 from moe_ops.meta.workspace import cdiv, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks

@@ -681,7 +681,7 @@ def share_of_tokens(
     element: tl.constexpr, TOP_K: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """This rank's share of the outputs of tokens t: a row of x, or the sum of a token's pairs as
-    kernels/permute/combine.py adds it up. 0 for tokens that are not there (TILE,).
+    kernels/rows/combine.py adds it up. 0 for tokens that are not there (TILE,).
     """
     if TOP_K == 0:
         return load_rows(x_ptr, t, K, k, there[:, None] & (k < K)[None, :])

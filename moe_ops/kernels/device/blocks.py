@@ -1,4 +1,4 @@
-"""How the GEMMs read the table of blocks that kernels/permute/sort.py writes.
+"""How the GEMMs read the table of blocks that kernels/place/sort.py writes.
 
 Legend: M tokens, S = M * top_k pairs (pair p is entry p % top_k of token p // top_k), E local
 experts, BLOCK_M the most rows of a block.

@@ -24,7 +24,7 @@ from moe_ops.kernels.configs import (
     sort_chunk,
 )
 from moe_ops.kernels.launch import Gpu
-from moe_ops.kernels.quantize.scales import FEW_ROWS
+from moe_ops.kernels.rows.scales import FEW_ROWS
 from moe_ops.meta.workspace import cdiv
 
 SMALLEST_BLOCK_M = 16  # tokens: the fewest of a tensor-core instruction

@@ -43,8 +43,8 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.rows import TokenRouting, route_token
-from moe_ops.kernels.quantize.scales import FEW_ROWS, Input, flat
+from moe_ops.kernels.place.routing import TokenRouting, route_token
+from moe_ops.kernels.rows.scales import FEW_ROWS, Input, flat
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 

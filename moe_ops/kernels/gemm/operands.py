@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_ops.activations import NO_LIMIT, Activation
 from moe_ops.kernels.configs import GROUP_M, GemmConfig
 from moe_ops.kernels.launch import Constant, Gpu, Pointer, RuntimeFloat, Specialized, unprefixed
-from moe_ops.kernels.quantize.scales import scales
+from moe_ops.kernels.rows.scales import scales
 from moe_ops.schemes import get_scheme
 
 

@@ -54,8 +54,8 @@ from moe_ops.kernels.gemm.operands import (
     tile_of,
 )
 from moe_ops.kernels.launch import Constant, Gpu, Launch, Specialized, arguments, kernel
-from moe_ops.kernels.permute.rows import RouterWeights, Routing
-from moe_ops.kernels.quantize.scales import Input
+from moe_ops.kernels.place.routing import RouterWeights, Routing
+from moe_ops.kernels.rows.scales import Input
 from moe_ops.meta.workspace import cdiv
 
 

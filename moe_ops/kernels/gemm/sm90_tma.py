@@ -45,8 +45,8 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.rows import RouterWeights, Routing
-from moe_ops.kernels.quantize.scales import Input
+from moe_ops.kernels.place.routing import RouterWeights, Routing
+from moe_ops.kernels.rows.scales import Input
 from moe_ops.meta.workspace import cdiv
 
 

@@ -41,8 +41,8 @@ from moe_ops.kernels.mixed_gemm.gemv_dot import (
     word_columns,
 )
 from moe_ops.kernels.mixed_gemm.operands import E2M1, Format, MixedOperand, MixedPointers
-from moe_ops.kernels.permute.rows import TokenRouting, route_token
-from moe_ops.kernels.quantize.scales import flat
+from moe_ops.kernels.place.routing import TokenRouting, route_token
+from moe_ops.kernels.rows.scales import flat
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 

@@ -62,8 +62,8 @@ from moe_ops.kernels.mixed_gemm.operands import (
     MixedStrides,
     WeightStride,
 )
-from moe_ops.kernels.permute.rows import RouterWeights, Routing
-from moe_ops.kernels.quantize.scales import Input
+from moe_ops.kernels.place.routing import RouterWeights, Routing
+from moe_ops.kernels.rows.scales import Input
 from moe_ops.meta.workspace import cdiv
 
 # Scaled e2m1 weights are smaller by these powers of two, to fit the range of bf16, and the

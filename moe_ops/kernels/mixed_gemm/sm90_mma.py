@@ -77,8 +77,8 @@ from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
     unshifted,
     widen_scale,
 )
-from moe_ops.kernels.permute.rows import TokenRouting, route_token
-from moe_ops.kernels.quantize.scales import flat
+from moe_ops.kernels.place.routing import TokenRouting, route_token
+from moe_ops.kernels.rows.scales import flat
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 

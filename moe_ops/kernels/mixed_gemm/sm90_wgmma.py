@@ -97,10 +97,10 @@ from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
     share_of,
 )
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel, columns_of, occupancy
-from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing
-from moe_ops.kernels.quantize.emulated import Hidden, row_scale
-from moe_ops.kernels.quantize.rounding import GAP, Rounding
-from moe_ops.kernels.quantize.scales import Input, flat
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, RouterWeights, Routing
+from moe_ops.kernels.rows.emulated import Hidden, row_scale
+from moe_ops.kernels.rows.rounding import GAP, Rounding
+from moe_ops.kernels.rows.scales import Input, flat
 from moe_ops.meta.scales import rows_side_by_side
 from moe_ops.meta.workspace import cdiv
 from moe_ops.numerics.elements import e4m3_to_float32, round_products_to_e4m3

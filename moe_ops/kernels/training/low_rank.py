@@ -30,8 +30,8 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.layout import Layout
-from moe_ops.kernels.permute.rows import RouterWeights, Routing, router_weights
+from moe_ops.kernels.place.layout import Layout
+from moe_ops.kernels.place.routing import RouterWeights, Routing, router_weights
 from moe_ops.meta.workspace import cdiv
 
 BLOCK_M = 64  # rows of a block

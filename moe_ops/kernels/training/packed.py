@@ -47,7 +47,7 @@ from moe_ops.kernels.mixed_gemm.operands import (
     WeightStride,
 )
 from moe_ops.kernels.mixed_gemm.sm80_mma import first_bytes
-from moe_ops.kernels.permute.rows import Routing
+from moe_ops.kernels.place.routing import Routing
 from moe_ops.kernels.training.decode import columns, shift
 from moe_ops.kernels.training.low_rank import block_r
 from moe_ops.meta.workspace import cdiv

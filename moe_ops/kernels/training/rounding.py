@@ -31,9 +31,9 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.layout import StridedRows, rows_of
-from moe_ops.kernels.permute.rows import RouterWeights, router_weights
-from moe_ops.kernels.quantize.emulated import power_of_two
+from moe_ops.kernels.place.layout import StridedRows, rows_of
+from moe_ops.kernels.place.routing import RouterWeights, router_weights
+from moe_ops.kernels.rows.emulated import power_of_two
 from moe_ops.kernels.training.frozen import Elements, Frozen
 from moe_ops.meta.workspace import cdiv
 

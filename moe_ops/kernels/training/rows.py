@@ -33,14 +33,14 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import (
+from moe_ops.kernels.place.layout import (
     ExpertBias,
     Layout,
     StridedRows,
     expert_bias,
     rows_of,
 )
-from moe_ops.kernels.permute.rows import RouterWeights, router_weights
+from moe_ops.kernels.place.routing import RouterWeights, router_weights
 from moe_ops.meta.workspace import cdiv, round_up
 
 BLOCK = 1024  # columns of a program of scatter

@@ -57,7 +57,7 @@ from moe_ops.kernels.mixed_gemm.operands import (
 )
 from moe_ops.kernels.mixed_gemm.sm90_decode import log2
 from moe_ops.kernels.mixed_gemm.sm90_mainloop import advance_slot
-from moe_ops.kernels.permute.rows import Routing
+from moe_ops.kernels.place.routing import Routing
 from moe_ops.kernels.training.decode import (
     INT4_FACTORS,
     INT4_HIGH,

@@ -19,7 +19,7 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import ExpertBias, Layout, StridedRows, expert_bias, rows_of
+from moe_ops.kernels.place.layout import ExpertBias, Layout, StridedRows, expert_bias, rows_of
 from moe_ops.meta.workspace import cdiv
 
 BLOCK_K = 1024  # columns that a program of dot reads at a time

@@ -29,8 +29,8 @@ from moe_ops.backends.deep_gemm import backend as backend_module
 from moe_ops.backends.deep_gemm import layer
 from moe_ops.backends.deep_gemm import relayout as layout
 from moe_ops.kernels import launch
-from moe_ops.kernels.permute import layout as layouts
-from moe_ops.kernels.permute import scatter as scatter_module
+from moe_ops.kernels.place import layout as layouts
+from moe_ops.kernels.rows import scatter as scatter_module
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.numerics import quantize_activation
 from moe_ops.ops import relayout

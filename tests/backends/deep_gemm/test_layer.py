@@ -19,7 +19,7 @@ from moe_ops.backends.deep_gemm import backend
 from moe_ops.backends.deep_gemm import layer as experts
 from moe_ops.backends.deep_gemm import library as dg
 from moe_ops.kernels import launch
-from moe_ops.kernels.permute import layout as layouts
+from moe_ops.kernels.place import layout as layouts
 from moe_ops.meta.workspace import padded_rows
 from moe_ops.numerics import quantize_activation
 from moe_ops.ops.problem import Machine, Problem

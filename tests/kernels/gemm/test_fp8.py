@@ -19,9 +19,9 @@ from moe_ops.backends.triton import backend
 from moe_ops.kernels.configs import GemmConfig, LayerConfig, override
 from moe_ops.kernels.gemm import configs
 from moe_ops.kernels.launch import Gpu
-from moe_ops.kernels.quantize import e4m3_int8
-from moe_ops.kernels.quantize.scales import hidden, rows_of
-from moe_ops.kernels.quantize.scales import scales as scales_of
+from moe_ops.kernels.rows import e4m3_int8
+from moe_ops.kernels.rows.scales import hidden, rows_of
+from moe_ops.kernels.rows.scales import scales as scales_of
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")

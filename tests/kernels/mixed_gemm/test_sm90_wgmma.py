@@ -40,11 +40,11 @@ from moe_ops.kernels.mixed_gemm import (
 )
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel
-from moe_ops.kernels.permute.combine import Combine, moe_ops_combine
-from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing, route_pairs
-from moe_ops.kernels.permute.sort import Route, Sort, moe_ops_route
-from moe_ops.kernels.quantize.rounding import rounding_of
-from moe_ops.kernels.quantize.scales import rows_of
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, RouterWeights, Routing, route_pairs
+from moe_ops.kernels.place.sort import Route, Sort, moe_ops_route
+from moe_ops.kernels.rows.combine import Combine, moe_ops_combine
+from moe_ops.kernels.rows.rounding import rounding_of
+from moe_ops.kernels.rows.scales import rows_of
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.ops import relayout
 from tools import wgmma_registers

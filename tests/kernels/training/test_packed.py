@@ -18,8 +18,8 @@ from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.configs import block_bound
 from moe_ops.kernels.launch import gpu, run
 from moe_ops.kernels.mixed_gemm.operands import operand
-from moe_ops.kernels.permute.rows import sorted_rows
-from moe_ops.kernels.permute.sort import group_blocks
+from moe_ops.kernels.place.routing import sorted_rows
+from moe_ops.kernels.place.sort import group_blocks
 from moe_ops.ops.call import Weight, take_apart
 from moe_ops.schemes import SCHEMES
 from tests.support import oracle

@@ -12,9 +12,9 @@ from moe_ops.kernels import launch
 from moe_ops.kernels.comm import push
 from moe_ops.kernels.comm.mailbox import EMPTY
 from moe_ops.kernels.comm.push import Phases
-from moe_ops.kernels.permute.layout import Layout
-from moe_ops.kernels.permute.push_scatter import push_scatter, why_not
-from moe_ops.kernels.permute.scatter import GroupedRows
+from moe_ops.kernels.place.layout import Layout
+from moe_ops.kernels.rows.push_scatter import push_scatter, why_not
+from moe_ops.kernels.rows.scatter import GroupedRows
 from moe_ops.meta import symmetric
 from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.parallel.symmetric_memory import packed_rows

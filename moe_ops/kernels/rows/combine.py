@@ -20,7 +20,7 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import (
+from moe_ops.kernels.place.layout import (
     ExpertBias,
     Layout,
     StridedRows,
@@ -28,7 +28,7 @@ from moe_ops.kernels.permute.layout import (
     programs_of_rows,
     rows_of,
 )
-from moe_ops.kernels.permute.rows import RouterWeights, Routing, router_weights
+from moe_ops.kernels.place.routing import RouterWeights, Routing, router_weights
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 

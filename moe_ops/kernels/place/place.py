@@ -7,7 +7,7 @@ The contiguous layout: rows grouped by expert, every group padded to a multiple 
 the pairs of an expert keep their order. There are two launches, because no program may wait for
 another: in the first, each program counts the experts in its part of the pairs; in the second, it
 sums the counts of the parts before its own, and counts what precedes its share of that part.
-kernels/permute/sort.py counts all pairs once for each expert, beside other work; here that would
+kernels/place/sort.py counts all pairs once for each expert, beside other work; here that would
 leave the GPU idle.
 """
 
@@ -31,7 +31,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.layout import MAX_PARTS, Layout, block_e, index_parts
+from moe_ops.kernels.place.layout import MAX_PARTS, Layout, block_e, index_parts
 from moe_ops.meta.workspace import cdiv, round_up
 from moe_ops.ops.args import BatchedExpertsArgs
 

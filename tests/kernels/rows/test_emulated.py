@@ -24,10 +24,10 @@ pytest.importorskip("triton")
 from moe_ops.backends.triton import backend
 from moe_ops.kernels.launch import gpu, run
 from moe_ops.kernels.mixed_gemm import operands
-from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS
-from moe_ops.kernels.quantize import emulated, rounding
-from moe_ops.kernels.quantize.e4m3_int8 import counted
-from moe_ops.kernels.quantize.scales import rows_of
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS
+from moe_ops.kernels.rows import emulated, rounding
+from moe_ops.kernels.rows.e4m3_int8 import counted
+from moe_ops.kernels.rows.scales import rows_of
 
 EMULATED = [name for name in SCHEMES if operands.describe(name) and rounding.describe(name)]
 # one of each way that activations are scaled, and of each weight

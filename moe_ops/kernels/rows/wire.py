@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moe_ops.kernels import launch
 from moe_ops.kernels.launch import Launch, run
-from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS
-from moe_ops.kernels.quantize.e4m3_int8 import GROUPS, Quantize, Quantized, moe_ops_quantize
-from moe_ops.kernels.quantize.scales import rows_of, scales
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS
+from moe_ops.kernels.rows.e4m3_int8 import GROUPS, Quantize, Quantized, moe_ops_quantize
+from moe_ops.kernels.rows.scales import rows_of, scales
 from moe_ops.meta.workspace import cdiv
 
 

@@ -25,7 +25,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.rows import Routing
+from moe_ops.kernels.place.routing import Routing
 
 
 @triton.jit

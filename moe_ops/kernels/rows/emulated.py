@@ -43,10 +43,10 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights
-from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax
-from moe_ops.kernels.quantize.rounding import GAP, Rounding, h_elements, x_elements
-from moe_ops.kernels.quantize.scales import NUM_PARTIALS, Input, Shared, flat
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, RouterWeights
+from moe_ops.kernels.rows.e4m3_int8 import Valid, amax
+from moe_ops.kernels.rows.rounding import GAP, Rounding, h_elements, x_elements
+from moe_ops.kernels.rows.scales import NUM_PARTIALS, Input, Shared, flat
 from moe_ops.meta.workspace import cdiv, round_up
 
 CHUNK = 1024  # columns that a program rounds at a time

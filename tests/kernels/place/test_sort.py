@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import block_bound
 from moe_ops.kernels.gemm import configs
-from moe_ops.kernels.permute.rows import route_pairs
+from moe_ops.kernels.place.routing import route_pairs
 
 triton = pytest.importorskip("triton")
 
@@ -22,7 +22,7 @@ from tests.kernels.gemm.test_sm80_mma import GARBAGE, INTERPRETED, ON_GPU, poiso
 
 def route(ids, E, block_m, chunk, expert_map=None):
     """(blocks [(expert, first, end)], order) as the routing kernel writes them."""
-    from moe_ops.kernels.permute import sort
+    from moe_ops.kernels.place import sort
 
     S, gpu = ids.numel(), launch.gpu(ids.get_device())._replace(pdl=False)
     blocks = block_bound(S, E, block_m)

@@ -33,9 +33,9 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS, RouterWeights, Routing
-from moe_ops.kernels.permute.sort import Sort, route, sort_expert
-from moe_ops.kernels.quantize.scales import NUM_PARTIALS, Input, expert_stride, flat, split
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, RouterWeights, Routing
+from moe_ops.kernels.place.sort import Sort, route, sort_expert
+from moe_ops.kernels.rows.scales import NUM_PARTIALS, Input, expert_stride, flat, split
 from moe_ops.meta.workspace import cdiv
 
 GROUPS = 16  # groups of 128 columns that a quantizing program handles at a time

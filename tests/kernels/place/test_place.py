@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_ops.kernels import launch
-from moe_ops.kernels.permute.layout import index_parts
+from moe_ops.kernels.place.layout import index_parts
 
 pytest.importorskip("triton")
 
@@ -19,7 +19,7 @@ from tests.kernels.gemm.test_sm80_mma import INTERPRETED, ON_GPU, poisoned  # no
 @pytest.mark.parametrize("mapped", [False, True])
 def test_rows_of_pairs(device, pairs, alignment, mapped, monkeypatch):
     """Parts of one share, and of several; the last ones are not whole."""
-    from moe_ops.kernels.permute import place
+    from moe_ops.kernels.place import place
 
     if pairs == 2600:
         monkeypatch.setattr(place, "MAX_PARTS", 3)

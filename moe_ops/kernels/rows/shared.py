@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from moe_ops.kernels.launch import Gpu, Launch
-from moe_ops.kernels.permute.rows import (
+from moe_ops.kernels.place.routing import (
     NO_ROUTER_WEIGHTS,
     Routing,
     route_pairs,
     router_weights,
 )
-from moe_ops.kernels.quantize.e4m3_int8 import Valid, amax, counted
-from moe_ops.kernels.quantize.scales import Shared, batches_of, rows_of
+from moe_ops.kernels.rows.e4m3_int8 import Valid, amax, counted
+from moe_ops.kernels.rows.scales import Shared, batches_of, rows_of
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from moe_ops.kernels.launch import Constant, unprefixed
-from moe_ops.kernels.quantize.scales import NUM_PARTIALS
+from moe_ops.kernels.rows.scales import NUM_PARTIALS
 from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import get_scheme
 
@@ -19,7 +19,7 @@ GAP = 32  # fp32 elements: alignment of the second part of a workspace
 
 @unprefixed
 class Rounding(NamedTuple):
-    """A scheme's quantized activations, in the terms of kernels/quantize/emulated.py."""
+    """A scheme's quantized activations, in the terms of kernels/rows/emulated.py."""
 
     SCALE: Constant
     SCALE_GROUP: Constant  # columns that share a scale; of no meaning for one scale a row

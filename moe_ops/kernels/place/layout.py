@@ -28,7 +28,7 @@ class Index(NamedTuple):
 
 
 def block_e(E: int) -> int:
-    """BLOCK_E of kernels/permute/place.py."""
+    """BLOCK_E of kernels/place/place.py."""
     return max(16, 1 << (E - 1).bit_length())
 
 

@@ -39,7 +39,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.permute.layout import Layout, StridedRows, programs_of_rows, rows_of
+from moe_ops.kernels.place.layout import Layout, StridedRows, programs_of_rows, rows_of
 from moe_ops.meta.workspace import cdiv
 
 GROUPS = 16  # groups of 128 columns that a program handles at a time

@@ -52,8 +52,8 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.permute.layout import Layout
-from moe_ops.kernels.permute.scatter import (
+from moe_ops.kernels.place.layout import Layout
+from moe_ops.kernels.rows.scatter import (
     OperandRows,
     Quantized,
     quantized,

@@ -15,9 +15,9 @@ triton = pytest.importorskip("triton")
 from moe_ops.kernels import launch
 from moe_ops.kernels.device import e4m3
 from moe_ops.kernels.launch import Launch
-from moe_ops.kernels.permute.rows import NO_ROUTER_WEIGHTS
-from moe_ops.kernels.quantize import e4m3_int8, wire
-from moe_ops.kernels.quantize.scales import rows_of
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS
+from moe_ops.kernels.rows import e4m3_int8, wire
+from moe_ops.kernels.rows.scales import rows_of
 from tests.kernels.gemm.test_fp8 import INTERPRETED, ON_GPU  # noqa: E402
 
 tl = triton.language

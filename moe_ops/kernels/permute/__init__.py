@@ -1,1 +1,0 @@
-"""Sorting tokens by expert and combining their results."""

@@ -1,0 +1,1 @@
+"""Sorting (token, expert) pairs by expert."""
