@@ -16,14 +16,14 @@ def register_backend(backend: Backend) -> None:
     `faster_from` may say more. docs/add_a_backend.md shows a whole one.
 
     Args:
-        backend: what `moe_ops.ops.library.register` returned.
+        backend: what `moe_ops.backend.register` returned.
 
     Raises:
         ValueError: it is no Backend, its name is taken, or it says that it is differentiable.
     """
     if not isinstance(backend, Backend):
         raise ValueError(
-            "backend must be a Backend, as moe_ops.ops.library.register returns it, got "
+            "backend must be a Backend, as moe_ops.backend.register returns it, got "
             f"{type(backend).__name__}"
         )
     if backend.name in ("auto", *backends.list_backends()):

@@ -30,6 +30,7 @@ FLOORS = (
     "schemes",
     "numerics ops",
     "kernels tensors",
+    "backend",  # the names that backends are written with, our own and those of others
     "backends",
     "planning routing",
     "autograd parallel",
@@ -71,6 +72,7 @@ BACKEND = (
 LAZY_IMPORTS = {  # (file, function) that imports a module whose name is not written there
     ("kernels/launch.py", "Lazy.resolve"),  # what makes a Lazy names its module in a string
     ("__init__.py", "__getattr__"),  # the face: its _LAZY names modules in strings
+    ("backend.py", "__getattr__"),  # and its _WITH_TRITON
 }
 BY_PUBLIC_NAME = {
     # pickled weights name their class, and files outlive modules: found by public names

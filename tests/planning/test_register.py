@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops import backend as public
 from moe_ops import backends
 from moe_ops.ops import library
 from moe_ops.ops.problem import Machine
@@ -46,6 +47,13 @@ class Graphs:
 def test_the_documented_one_is_short():
     code = [line for line in documented_code().split("\n") if line.strip()]
     assert 40 < len(code) < 80
+
+
+def test_the_documented_one_needs_two_modules():
+    """And moe_ops.backend has all names that it says it has."""
+    imports = re.findall(r"^(?:from|import) (moe_ops[\w.]*)", documented_code(), re.M)
+    assert imports == ["moe_ops", "moe_ops.backend"]
+    assert not [name for name in public.__all__ if not hasattr(public, name)]
 
 
 @torch.no_grad()

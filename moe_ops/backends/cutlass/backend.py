@@ -14,6 +14,15 @@ from __future__ import annotations
 import torch
 
 from moe_ops import environment
+from moe_ops.backend import (
+    Buffer,
+    Lazy,
+    Machine,
+    Problem,
+    Workspaces,
+    register,
+    round_up,
+)
 from moe_ops.backends.cutlass import library
 from moe_ops.backends.cutlass.relayout import LAYOUT_OF_KIND, RELAYOUTS
 from moe_ops.backends.cutlass.schemes import (
@@ -35,11 +44,7 @@ from moe_ops.backends.cutlass.schemes import (
     scale_rows,
 )
 from moe_ops.environment import INTERPRETED
-from moe_ops.kernels.launch import Lazy
 from moe_ops.kernels.place.layout import index_parts
-from moe_ops.meta.workspace import round_up
-from moe_ops.ops.library import register
-from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 
 _FP8 = SCHEMES_OF_ROWS
 BLOCK = 128  # columns that share a scale in GROUPS

@@ -15,15 +15,21 @@ from pathlib import Path
 import torch
 
 from moe_ops import environment
+from moe_ops.backend import (
+    Buffer,
+    Lazy,
+    Machine,
+    Problem,
+    Workspaces,
+    register,
+    round_up,
+)
 from moe_ops.backends.deep_gemm import library
 from moe_ops.backends.deep_gemm.relayout import RELAYOUTS, RELAYOUTS_FP4
 from moe_ops.environment import INTERPRETED
-from moe_ops.kernels.launch import Lazy
 from moe_ops.kernels.place.layout import index_parts
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
-from moe_ops.meta.workspace import padded_rows, round_up
-from moe_ops.ops.library import register
-from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.meta.workspace import padded_rows
 
 _BLOCK = ("fp8_block", "fp8_block:ue8m0")
 _MAJORS = {"": (9, 10, 12), **dict.fromkeys(_BLOCK, (9, 10, 12)), "mxfp8": (10,)}  # by scheme

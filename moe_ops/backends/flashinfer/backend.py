@@ -31,14 +31,19 @@ import torch
 
 from moe_ops import environment
 from moe_ops.activations import rows_before
+from moe_ops.backend import (
+    Buffer,
+    Lazy,
+    Machine,
+    Problem,
+    Workspaces,
+    register,
+    round_up,
+)
 from moe_ops.backends.flashinfer import binding, library
 from moe_ops.backends.flashinfer.relayout import MIXED, RELAYOUTS
 from moe_ops.backends.flashinfer.schemes import ACTIVATIONS, ALL, OTHERS, SCHEMES
-from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.scales import base_layout
-from moe_ops.meta.workspace import round_up
-from moe_ops.ops.library import register
-from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 
 
 @cache

@@ -13,14 +13,24 @@ import torch
 from torch import Tensor
 
 from moe_ops import activations, numerics
+from moe_ops.backend import (
+    BatchedExpertsArgs,
+    Buffer,
+    ExpertsArgs,
+    GroupedLinearArgs,
+    Machine,
+    Problem,
+    Shortcut,
+    Workspaces,
+    batched_chunks,
+    chunks,
+    register,
+)
 from moe_ops.backends.torch import cpu, layer
 from moe_ops.backends.torch.grouped_mm import grouped_mm, product_of_rows, values
 from moe_ops.meta import workspace
 from moe_ops.numerics import permute, sums
-from moe_ops.ops import library
-from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
-from moe_ops.ops.chunks import batched_chunks, chunks
-from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.ops.library import TORCH_DEVICES
 from moe_ops.schemes import SCHEMES, get_scheme
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -114,7 +124,7 @@ def _launch_experts(a: ExpertsArgs) -> None:
         _experts(part, amax_of_x, amax_of_h)
 
 
-def _shortcut(a: ExpertsArgs | BatchedExpertsArgs | GroupedLinearArgs) -> library.Shortcut | None:
+def _shortcut(a: ExpertsArgs | BatchedExpertsArgs | GroupedLinearArgs) -> Shortcut | None:
     return layer.shortcut(a) if isinstance(a, ExpertsArgs) else None
 
 
@@ -370,7 +380,7 @@ def _compute_dtype(dtype: torch.dtype, scheme: str) -> torch.dtype:
     return torch.float32 if scheme else dtype
 
 
-BACKEND = library.register(
+BACKEND = register(
     "torch",
     available=available,
     supports=supports,
@@ -380,7 +390,7 @@ BACKEND = library.register(
         "batched_experts": _launch_batched_experts,
         "grouped_linear": _launch_grouped_linear,
     },
-    devices=library.TORCH_DEVICES,
+    devices=TORCH_DEVICES,
     differentiable=True,
     chunked=True,
     quantized_input=tuple([name for name, scheme in SCHEMES.items() if scheme.activation]),

@@ -28,17 +28,26 @@ from typing import Any
 import torch
 
 from moe_ops import environment
+from moe_ops.backend import (
+    Buffer,
+    Lazy,
+    Machine,
+    Problem,
+    Workspaces,
+    cdiv,
+    maximum,
+    register,
+    round_up,
+)
 from moe_ops.backends.triton.relayout import RELAYOUTS
 from moe_ops.kernels.configs import block_bound
 from moe_ops.kernels.gemm import configs as gemm_configs
-from moe_ops.kernels.launch import INTERPRETED, NATIVE_CAPABILITY, Lazy
+from moe_ops.kernels.launch import INTERPRETED, NATIVE_CAPABILITY
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
 from moe_ops.kernels.rows import rounding, scales
 from moe_ops.meta.scales import TRITON_E2M1
-from moe_ops.meta.workspace import cdiv, maximum, round_up
-from moe_ops.ops.library import KINDS, register
-from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.ops.library import KINDS
 from moe_ops.schemes import SCHEMES, get_scheme
 
 _BACK = "moe_ops.prepare(weight, 'torch') brings it back"

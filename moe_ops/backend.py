@@ -1,0 +1,75 @@
+"""What a backend is made of: all that a package with a backend of its own needs beside `moe_ops`.
+
+docs/add_a_backend.md builds one from these names, and the backends of this package are written
+against them, too.
+
+- `register` defines the operators and makes the `Backend` that `moe_ops.register_backend` takes.
+- What its functions are asked about: `Problem`, `Machine`; what they answer: `Workspaces` of
+  `Buffer`s, by the arithmetic `cdiv`, `round_up`, `maximum`, `minimum`.
+- What its launchers get: `ExpertsArgs`, `BatchedExpertsArgs`, `GroupedLinearArgs`. Of these
+  `chunks` and `batched_chunks` make the parts that a bounded workspace has room for, `carve` makes
+  tensors of a workspace, and `local_ids` maps ids to experts of this device.
+- `Lazy` names a launcher whose module is imported by the first call, `Relayout` an order of
+  weights that `moe_ops.prepare` makes, `Shortcut` a way past the launcher.
+- `activations` has the `Activation` of an operator's options, and applies it in torch.
+- Of calls with an exchange between ranks: `has_own_rows`, `sends_quantized`, `gathered`, and with
+  Triton the kernels `sum_ranks` and `push_own_rows`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from moe_ops import activations
+from moe_ops.activations import Activation
+from moe_ops.kernels.launch import Lazy
+from moe_ops.meta.workspace import carve, cdiv, maximum, minimum, round_up
+from moe_ops.numerics.permute import local_ids
+from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+from moe_ops.ops.chunks import batched_chunks, chunks
+from moe_ops.ops.exchange import gathered, has_own_rows, sends_quantized
+from moe_ops.ops.library import Backend, Shortcut, register
+from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
+from moe_ops.ops.relayout import Relayout
+
+_WITH_TRITON = {
+    "sum_ranks": "moe_ops.kernels.comm.push",
+    "push_own_rows": "moe_ops.kernels.rows.push_scatter",
+}
+
+__all__ = [
+    "Activation",
+    "Backend",
+    "BatchedExpertsArgs",
+    "Buffer",
+    "ExpertsArgs",
+    "GroupedLinearArgs",
+    "Lazy",
+    "Machine",
+    "Problem",
+    "Relayout",
+    "Shortcut",
+    "Workspaces",
+    "activations",
+    "batched_chunks",
+    "carve",
+    "cdiv",
+    "chunks",
+    "gathered",
+    "has_own_rows",
+    "local_ids",
+    "maximum",
+    "minimum",
+    "push_own_rows",  # noqa: F822
+    "register",
+    "round_up",
+    "sends_quantized",
+    "sum_ranks",  # noqa: F822
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TRITON:
+        return getattr(importlib.import_module(_WITH_TRITON[name]), name)
+    raise AttributeError(f"module 'moe_ops.backend' has no attribute {name!r}")
