@@ -72,7 +72,7 @@ def compile_qwen3_moe(num_layers: int) -> dict:
     import transformers
 
     import moe_ops.integrations.transformers  # noqa: F401  registers the implementation
-    from moe_ops.integrations.transformers import families, routers
+    from moe_ops.integrations.transformers import forwards, routers
 
     config = transformers.Qwen3MoeConfig(
         vocab_size=64,
@@ -95,8 +95,8 @@ def compile_qwen3_moe(num_layers: int) -> dict:
             )
             ids = torch.empty(2, 5, dtype=torch.int64)
         for module in model.modules():  # as fuse_routers does, but for its check
-            if (rule := routers._rule_of(module)) is not None:
-                families.set_forward(module, functools.partial(routers.router_forward, rule))
+            if (router := routers.router_of(module)) is not None:
+                forwards.set_forward(module, functools.partial(routers.router_forward, router))
         torch._dynamo.mark_dynamic(ids, 1)
         compiled = torch.compile(model.eval(), fullgraph=True, backend=recorder.backend)
         logits = compiled(input_ids=ids, use_cache=False).logits

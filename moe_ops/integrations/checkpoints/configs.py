@@ -66,7 +66,7 @@ def config_for(config: Config, module: str, *others: str, method: str = "") -> C
 
 def gate_and_up_are_halves(config: Config) -> bool:
     """Whether gate_proj and up_proj of experts one by one are the halves of a stack whose rows of
-    gate and up take turns (gpt_oss), as GPTQModel takes it apart, and not gate and up themselves.
+    gate and up take turns, as GPTQModel takes it apart, and not gate and up themselves.
 
     Raises:
         ValueError: the configuration does not say who wrote it.

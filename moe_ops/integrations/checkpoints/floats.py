@@ -24,7 +24,7 @@ from moe_ops.integrations.checkpoints.common import (
     shown,
 )
 
-# --- weight_scale_inv: DeepSeek, Qwen3-FP8 and transformers' own FP8 quantizer ----------------
+# --- weight_scale_inv: what transformers' own FP8 quantizer writes, and others before it -----
 
 
 def describe_scale_inv(t: dict, config: Config) -> Matrix:
@@ -253,7 +253,7 @@ def convert_nvfp4(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
 
 
 def _columns_first(t: dict, qdata: str) -> bool:
-    """Whether a stack lies as (E, K/2, N), as ModelOpt has gpt_oss: neighbours of a column share
+    """Whether a stack lies as (E, K/2, N), as ModelOpt leaves some: neighbours of a column share
     a byte.
     """
     *batch, rows, columns = shape_of(t, qdata, 2, 3)
@@ -271,7 +271,7 @@ def activation_scale(role: str, value: Tensor) -> Tensor:
     return (1 / value if role == "input_global_scale" else value).amax()
 
 
-# --- mxfp4: gpt-oss, and compressed-tensors --------------------------------------------------
+# --- mxfp4: blocks, and compressed-tensors ---------------------------------------------------
 
 
 def describe_blocks(t: dict, config: Config) -> Matrix:

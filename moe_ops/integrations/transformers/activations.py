@@ -1,15 +1,11 @@
 """What transformers' experts modules compute, read from the modules themselves.
 
 Dimensions: M tokens, H hidden size, I intermediate size, E local experts, top_k experts per token.
-
-A gate is one of ours only if its formula is (`_GATES`, keyed by the function that a module's class
-really uses, so that an overridden gate is never mistaken for the one it replaces). Every other
-gate is run by the module itself between two grouped linears.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +16,9 @@ from transformers import activations as hf
 from moe_ops.activations import Activation
 from moe_ops.autograd.adapters import LoRA
 from moe_ops.experts import fused_experts, grouped_linear
+from moe_ops.integrations.transformers.families import GATES, Gate, HfModule, qualname_of
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.numerics import permute
-
-HfModule = Any  # an nn.Module of transformers, whose class alone knows its attributes
 
 FUSED = "fused_experts"
 GROUPED = "grouped_linear around the module's gate"
@@ -32,6 +27,8 @@ GROUPED = "grouped_linear around the module's gate"
 # attributes of these names behind PREFIX
 OPTIONS: dict[str, Any] = {"backend": "auto", "max_workspace_bytes": None, "recompute": False}
 PREFIX = "_moe_ops_"
+
+_DEFAULT = "_default_apply_gate"  # what the hook gives to classes without a gate of their own
 
 # Pointwise functions of ours. NewGELUActivation writes out the tanh approximation that GELUTanh
 # calls.
@@ -45,6 +42,17 @@ _POINTWISE = {
 }
 
 
+def _of_gate(gate: Gate, module: HfModule) -> Activation | None:
+    if not gate.name:
+        return _plain(module)
+    if gate.of_silu and _plain(module) != Activation("silu"):
+        return None
+    limit = getattr(module, gate.limit)
+    if not gate.alpha:
+        return Activation(gate.name, limit=limit)
+    return Activation(gate.name, getattr(module, gate.alpha), 1.0, limit)
+
+
 def _plain(module: HfModule) -> Activation | None:
     """act_fn(g) * u, or act_fn(x) without a gate."""
     act_fn = module.activation_fn if hasattr(module, "activation_fn") else module.act_fn
@@ -54,73 +62,35 @@ def _plain(module: HfModule) -> Activation | None:
     return None if name in (None, "relu2") else Activation(name)
 
 
-def _swigluoai(module: HfModule) -> Activation:
-    return Activation("swigluoai", module.alpha, 1.0, module.limit)
-
-
-def _swigluoai_halves(module: HfModule) -> Activation:
-    return Activation("swigluoai_uninterleave", module.alpha, 1.0, module.limit)
-
-
-def _minimax_m3(module: HfModule) -> Activation:
-    return Activation("swigluoai_uninterleave", module.swiglu_alpha, 1.0, module.swiglu_limit)
-
-
-def _clamped_silu(module: HfModule) -> Activation:
-    return Activation("silu", limit=module.swiglu_limit)
-
-
-def _deepseek_v4(module: HfModule) -> Activation | None:
-    plain = _plain(module)
-    is_silu = plain is not None and plain.name == "silu"
-    return Activation("silu", limit=module.limit) if is_silu else None
-
-
-def _step3p7(module: HfModule) -> Activation | None:
-    plain = _plain(module)
-    is_silu = plain is not None and plain.name == "silu"
-    return Activation("swiglustep", limit=module.limit) if is_silu else None
-
-
-def _fp8(module: HfModule) -> Activation | None:
+def _gate_of_fp8(module: HfModule) -> Gate | None:
+    """FP8Experts serve the families that they replace the experts of."""
     if getattr(module, "gate_softcap", None) is not None:
         return None
     if module.swiglu_alpha is not None:
-        return _minimax_m3(module)
-    return _plain(module) if module.limit is None else _deepseek_v4(module)
-
-
-_GATES: dict[str, Callable[[HfModule], Activation | None]] = {
-    "_default_apply_gate": _plain,
-    "BeamExperts._apply_gate": _plain,  # in fp32 with one rounding, as all of ours are
-    "GptOssExperts._apply_gate": _swigluoai,
-    "OpenAIPrivacyFilterExperts._apply_gate": _swigluoai_halves,
-    "MiniMaxM3VLExperts._apply_gate": _minimax_m3,
-    "DeepseekV4Experts._apply_gate": _deepseek_v4,
-    "Glm5NextTextExperts._apply_gate": _clamped_silu,
-    "HYV4Experts._apply_gate": _clamped_silu,
-    "HYV4VLExperts._apply_gate": _clamped_silu,
-    "Step3p7Experts._apply_gate": _step3p7,
-    "FP8Experts._apply_gate": _fp8,
-}
+        return Gate("swigluoai_uninterleave", "swiglu_alpha", "swiglu_limit")
+    return Gate() if module.limit is None else Gate("silu", limit="limit", of_silu=True)
 
 
 def activation_of(module: HfModule) -> Activation | None:
-    """The module's function between its two projections, or None if it is not one of ours."""
-    gate = _gate_name(type(module))
-    if gate == "" or not getattr(module, "has_gate", True):
+    """The module's function between its two projections, or None if it is not one of ours.
+
+    A gate is one of ours only if its formula is: of the class that wrote the method in use. Every
+    other gate is run by the module itself between two grouped linears.
+    """
+    gated = getattr(module, "has_gate", True)
+    owner = _owner_of_gate(type(module)) if gated else None
+    if owner is None:
         return _plain(module)
-    known = _GATES.get(gate)
-    return None if known is None else known(module)
+    gate = _gate_of_fp8(module) if owner == "FP8Experts" else GATES.get(owner)
+    return None if gate is None else _of_gate(gate, module)
 
 
 @torch.compiler.assume_constant_result
-def _gate_name(cls: type) -> str:
-    """Qualified name of a class's gate; "" if it has none, "other" outside transformers."""
+def _owner_of_gate(cls: type) -> str | None:
+    """The class whose gate a class has, "" outside transformers; None for that of the hook."""
     gate = getattr(cls, "_apply_gate", None)
-    if gate is None:
-        return ""
-    return gate.__qualname__ if gate.__module__.startswith("transformers.") else "other"
+    name = "" if gate is None else qualname_of(gate)
+    return None if gate is None or name == _DEFAULT else name.removesuffix("._apply_gate")
 
 
 def path_of(module: HfModule) -> str:

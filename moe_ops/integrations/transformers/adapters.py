@@ -29,7 +29,7 @@ def attach_wrappers(model: nn.Module, layers: Sequence[Layer], implementation: s
         ValueError: a layer has wrappers and is spread over processes by expert parallelism.
     """
     found: set[str] = set()
-    owners = {id(layer.owner): layer for layer in layers if layer.family is None}
+    owners = {id(layer.owner): layer for layer in layers if layer.on_hook}
     module: Any
     for module in model.modules():
         if not is_wrapper(module):

@@ -23,9 +23,9 @@ def attach(
 ) -> AttachReport:
     """Run the experts of a model through moe_ops, in place, and check that they do.
 
-    Modules on transformers' experts hook get experts_implementation="moe_ops"; those of llama4,
-    dbrx, longcat_flash and step3p7 get another forward. Each layer whose weights are loaded is
-    called once on a few random tokens; its result must agree with its own forward.
+    Modules on transformers' experts hook get experts_implementation="moe_ops"; those of the
+    families that bypass it (docs/transformers.md) get another forward. Each layer whose weights
+    are loaded is called once on a few random tokens; its result must agree with its own forward.
 
     Args:
         model: a transformers model, or any module that contains such layers.
@@ -41,7 +41,7 @@ def attach(
             for the smallest chunk.
         RuntimeError: a layer did not call moe_ops or differs from its own forward.
 
-    After an error the model is as it was before the call. One thing stays done: gpt_oss that
+    After an error the model is as it was before the call. One thing stays done: a model that
     transformers loaded with MXFP4 kernels of its own gets back its ordinary modules, with the same
     weights as ExpertTensors of scheme "mxfp4_w4a16".
     """

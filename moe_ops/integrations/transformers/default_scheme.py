@@ -79,7 +79,7 @@ def _of_weight(layer: Layer, weight: Tensor) -> DefaultScheme:
 
 def _takes(layer: Layer) -> bool:
     """Whether the CPU kernels run the calls of a layer."""
-    if layer.family is not None or path_of(layer.owner) != FUSED:
+    if not layer.on_hook or path_of(layer.owner) != FUSED:
         return False
     activation = activation_of(layer.owner)
     return activation is not None and activation.name in kernels.ACTIVATIONS

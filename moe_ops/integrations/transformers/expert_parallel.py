@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed import mixin
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from moe_ops.integrations.transformers.activations import HfModule
+from moe_ops.integrations.transformers.families import HfModule
 from moe_ops.integrations.transformers.hook import NAME
 from moe_ops.integrations.transformers.quantizer import MoeOpsQuantizer
 from moe_ops.parallel.collectives import Ranks, largest

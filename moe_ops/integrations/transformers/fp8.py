@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_ops.autograd.adapters import LoRA
 from moe_ops.integrations.transformers import activations as hf_activations
-from moe_ops.integrations.transformers.activations import HfModule
+from moe_ops.integrations.transformers.families import HfModule
 from moe_ops.tensors import Float8ExpertTensor
 
 

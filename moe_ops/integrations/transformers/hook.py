@@ -16,9 +16,9 @@ from moe_ops import environment
 from moe_ops.activations import Activation
 from moe_ops.experts import explain
 from moe_ops.integrations.transformers import activations as hf_activations
-from moe_ops.integrations.transformers import adapters, families, fp8
+from moe_ops.integrations.transformers import adapters, forwards, fp8
 from moe_ops.integrations.transformers import layers as layers_of
-from moe_ops.integrations.transformers.activations import HfModule
+from moe_ops.integrations.transformers.families import HfModule
 from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.integrations.transformers.sizes import size_text
 from moe_ops.tensors.sharding import is_fsdp, local_part
@@ -77,9 +77,8 @@ def attach_layers(
     layers = layers_of.find(model)
     undo = layers_of.snapshot(model, layers)
     try:
-        if hasattr(model, "set_experts_implementation") and any(
-            layer.family is None for layer in layers
-        ):
+        on_hook = any(layer.on_hook for layer in layers)
+        if on_hook and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation(NAME)
         reports = [
             _attach_layer(layer, options)
@@ -102,27 +101,33 @@ def attach_layers(
 
 
 def _attach_layer(layer: Layer, options: Mapping[str, Any]) -> LayerReport:
-    module, owner, family = layer.module, layer.owner, layer.family
-    if family is None:
-        module.config._experts_implementation = NAME
-        path = hf_activations.path_of(owner)
-    else:
-        families.set_forward(module, family.forward)
-        if family.owner_forward is not None:
-            families.set_forward(owner, family.owner_forward)
-        path = family.path
+    owner = layer.owner
+    _replace(layer)
     for option, value in (hf_activations.OPTIONS | dict(options)).items():
         setattr(owner, hf_activations.PREFIX + option, value)
-    owner.extra_repr = functools.partial(layer_repr, owner, module)  # survives copies and pickle
+    owner.extra_repr = functools.partial(
+        layer_repr, owner, layer.module
+    )  # survives copies and pickle
     operators, check = _check(layer)
     return LayerReport(
         layer.name,
         type(owner).__name__,
-        path,
+        hf_activations.path_of(owner) if layer.on_hook else forwards.FORMS[layer.kind.form].path,
         _activation_text(owner, hf_activations.activation_of(owner)),
         plan_text(layer) or operators,
         check,
     )
+
+
+def _replace(layer: Layer) -> None:
+    """Let a layer run through moe_ops."""
+    if layer.on_hook:
+        layer.module.config._experts_implementation = NAME
+        return
+    form = forwards.FORMS[layer.kind.form]
+    forwards.set_forward(layer.module, form.forward)
+    if form.owner_forward is not None:
+        forwards.set_forward(layer.owner, form.owner_forward)
 
 
 def plan_text(layer: Layer) -> str:
@@ -132,7 +137,7 @@ def plan_text(layer: Layer) -> str:
     owner = layer.owner
     weights = [layer.weight(name) for name in layer.weights]
     activation = hf_activations.activation_of(owner)
-    if layer.family is not None or hf_activations.path_of(owner) != hf_activations.FUSED:
+    if not layer.on_hook or hf_activations.path_of(owner) != hf_activations.FUSED:
         return ""
     assert activation is not None
     if weights[0].device.type == "meta" or weights[0].dtype == torch.float8_e4m3fn:
@@ -168,8 +173,7 @@ def layer_repr(owner: HfModule, module: HfModule) -> str:
     """What print(model) says of the experts of a layer that was attached."""
     own = type(owner).extra_repr(owner)
     layer = layers_of.layer_of("", module)
-    elsewhere = layer is not None and layer.family is None
-    if layer is None or (elsewhere and module.config._experts_implementation != NAME):
+    if layer is None or (layer.on_hook and module.config._experts_implementation != NAME):
         return own
     weights = [layer.weight(name) for name in layer.weights]
     held = dict.fromkeys([str(getattr(w, "scheme", "") or w.dtype) for w in weights])
@@ -220,7 +224,7 @@ def _check(layer: Layer) -> tuple[str, str]:
     except (RuntimeError, IndexError) as failed:
         if not layer.sharded:
             raise
-        # that of gpt_oss and nemotron_h does not take the id of experts that are elsewhere
+        # some families' does not take the id of experts that are elsewhere
         return operators, f"not checked: its own forward fails on some of the experts: {failed}"
     if not want.isfinite().all():
         return operators, "not checked: its own forward is not finite on random tokens"
@@ -240,15 +244,14 @@ def probe(layer: Layer) -> tuple[Tensor, ...]:
     rng = torch.Generator().manual_seed(0)
     like: dict[str, Any] = {"device": weights[0].device, "dtype": weights[0].dtype}
     x = torch.randn(3, layer.columns, generator=rng).to(**like)
-    if layer.family is not None and layer.family.routes:
+    if layer.kind.routes:
         return (x,)
-    is_dbrx = weights[0].dim() == 2
-    all_experts = getattr(layer.owner, layer.weights[0]).shape[0]  # also those elsewhere
-    num_experts = layer.owner.moe_num_experts if is_dbrx else all_experts
+    joined = layer.joined if weights[0].dim() == 2 else 0
+    num_experts = joined or getattr(layer.owner, layer.weights[0]).shape[0]  # also those elsewhere
     top_k = min(2, num_experts)
     ids = torch.stack([torch.randperm(num_experts, generator=rng)[:top_k] for _ in range(3)])
     router = torch.rand(3, top_k, generator=rng) + 0.1
-    x = x.unsqueeze(1) if is_dbrx else x
+    x = x.unsqueeze(1) if joined else x
     return x, ids.to(like["device"]), router.to(**like)
 
 
@@ -261,21 +264,16 @@ def call(layer: Layer, inputs: tuple[Tensor, ...]) -> tuple[str, Tensor]:
 
 def _own_forward(layer: Layer, inputs: tuple[Tensor, ...]) -> Any:
     """The module's result without moe_ops."""
-    module, owner, family = layer.module, layer.owner, layer.family
-    if family is None:
-        try:
-            module.config._experts_implementation = "eager"
-            return module(*inputs)
-        finally:
-            module.config._experts_implementation = NAME
+    module = layer.module
     try:
-        families.restore(module)
-        families.restore(owner)
+        if layer.on_hook:
+            module.config._experts_implementation = "eager"
+        else:
+            forwards.restore(module)
+            forwards.restore(layer.owner)
         return module(*inputs)
     finally:
-        families.set_forward(module, family.forward)
-        if family.owner_forward is not None:
-            families.set_forward(owner, family.owner_forward)
+        _replace(layer)
 
 
 def _first(output: Any) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_ops.integrations.transformers import families
-from moe_ops.integrations.transformers.activations import OPTIONS, PREFIX, HfModule, turned
+from moe_ops.integrations.transformers.activations import OPTIONS, PREFIX, turned
+from moe_ops.integrations.transformers.families import OUTSIDE, Experts, HfModule, outside_of
 from moe_ops.nn.layer import MoELayer
 from moe_ops.tensors import ExpertTensor, sharding
 
@@ -21,41 +21,52 @@ class Layer:
 
     name: str  # module name in the model
     module: HfModule
-    family: families.Family | None  # None on transformers' experts hook
+    kind: Experts
+
+    @property
+    def on_hook(self) -> bool:
+        """Whether it goes through transformers' experts hook."""
+        return not self.kind.form
 
     @property
     def owner(self) -> HfModule:
         """The module that owns the weights."""
-        if self.family is None or not self.family.owner:
+        if not self.kind.owner:
             return self.module
-        owner = getattr(self.module, self.family.owner)
+        owner = getattr(self.module, self.kind.owner)
         return owner.get_base_layer() if is_wrapper(owner) else owner
 
     @property
     def wrapped(self) -> bool:
         """Whether PEFT has wrapped the module that owns the weights."""
-        inside = self.family is not None and self.family.owner
-        return "base_layer" in self.name.split(".") or bool(
-            inside and is_wrapper(getattr(self.module, inside))
-        )
+        inside = self.kind.owner
+        wraps = bool(inside) and is_wrapper(getattr(self.module, inside))
+        return wraps or "base_layer" in self.name.split(".")
 
     @property
     def weights(self) -> tuple[str, ...]:
         """Names of the expert weights in `owner`."""
-        if self.family is not None:
-            return self.family.weights
-        return ("gate_up_proj" if self.module.has_gate else "up_proj", "down_proj")
+        return self.kind.weights
 
     def parameter_name(self, name: str) -> str:
         """The name in the model of one of `weights`."""
-        owner = "" if self.family is None else self.family.owner
-        return ".".join(filter(None, (self.name, owner, name)))
+        return ".".join(filter(None, (self.name, self.kind.owner, name)))
 
     def columns_first(self, name: str) -> bool:
         """Whether the module keeps this weight as (E, columns, rows)."""
-        if self.family is not None:
-            return name in self.family.columns_first
-        return bool(getattr(self.module, "is_transposed", False))
+        return name in self.kind.columns_first
+
+    @property
+    def joined(self) -> int:
+        """E where the owner keeps plain weights as (E * rows, columns), else 0."""
+        return getattr(self.owner, self.kind.joined) if self.kind.joined else 0
+
+    @property
+    def real(self) -> int | None:
+        """The number of experts that have weights, if the owner keeps rows, which nothing reads,
+        for others too.
+        """
+        return getattr(self.owner, self.kind.real) if self.kind.real else None
 
     @property
     def sharded(self) -> bool:
@@ -94,10 +105,9 @@ class Layer:
     def natural_weight(self, name: str) -> Tensor:
         """A weight as (E, rows, columns), a view, of the experts that this process holds."""
         weight = self.weight(name)
-        if weight.dim() == 2:  # dbrx joins experts and rows
-            weight = weight.view(self.owner.moe_num_experts, -1, weight.shape[1])
-        # longcat_flash gives its identity experts rows in gate_up_proj, which nothing reads
-        weight = weight[: getattr(self.owner, "num_routed_experts", None)]
+        if weight.dim() == 2:
+            weight = weight.view(self.joined, -1, weight.shape[1])
+        weight = weight[: self.real]
         return turned(weight) if self.columns_first(name) else weight
 
     def check_fsdp(self, name: str) -> None:
@@ -120,8 +130,8 @@ class Layer:
         """
         self.check_fsdp(name)
         weight = turned(weight) if self.columns_first(name) else weight
-        if hasattr(self.owner, "moe_num_experts") and not isinstance(weight, ExpertTensor):
-            weight = weight.flatten(0, 1)  # dbrx joins experts and rows, saved ones too
+        if self.joined and not isinstance(weight, ExpertTensor):
+            weight = weight.flatten(0, 1)  # saved ones too
         weight = sharding.sharded_like(weight, getattr(self.owner, name))
         setattr(self.owner, name, nn.Parameter(weight, requires_grad=False))
         sharding.renew_fsdp(self.owner)
@@ -147,14 +157,13 @@ def is_wrapper(module: nn.Module) -> bool:
     return ("peft", "ParamWrapper") in names
 
 
-def layer_of(name: str, module: nn.Module) -> Layer | None:
+def layer_of(name: str, module: HfModule) -> Layer | None:
     """The MoE layer that a module is, if it is one that we serve."""
-    family = families.family_of(module)
-    if family is not None:
-        return Layer(name, module, family)
-    if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-        return Layer(name, module, None)
-    return None
+    kind = outside_of(module)
+    if kind is None and hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+        weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        kind = Experts(weights=weights, columns_first=weights if module.is_transposed else ())
+    return None if kind is None else Layer(name, module, kind)
 
 
 def find(model: nn.Module) -> list[Layer]:
@@ -185,7 +194,7 @@ def find(model: nn.Module) -> list[Layer]:
     if unknown:
         raise ValueError(
             "model must have MoE layers on transformers' experts hook (the decorator "
-            f"use_experts_implementation) or of {', '.join(families.FAMILIES)}; got "
+            f"use_experts_implementation) or of {', '.join(OUTSIDE)}; got "
             f"{', '.join(unknown[:3])}; call moe_ops.fused_experts in that module's forward "
             "instead"
         )

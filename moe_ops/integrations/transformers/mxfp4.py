@@ -1,42 +1,43 @@
-"""gpt-oss as transformers loads it with its own MXFP4 kernels, brought back to its ordinary
+"""Models that transformers loads with its own MXFP4 kernels, brought back to their ordinary
 modules.
 
-transformers replaces the MLP of gpt-oss by one whose experts hold Triton tensors, swizzled for one
-GPU, and bypass the experts hook. Their elements and scales are put back into the order of the
-checkpoint, as an ExpertTensor of scheme "mxfp4_w4a16" in an ordinary GptOssMLP: no value changes.
+transformers replaces the MLP of such a family by one whose experts hold Triton tensors, swizzled
+for one GPU, and bypass the experts hook. Their elements and scales are put back into the order of
+the checkpoint, as an ExpertTensor of scheme "mxfp4_w4a16" in an ordinary block: no value changes.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_ops.integrations.transformers.activations import HfModule
+from moe_ops.integrations.transformers.families import MXFP4, HfModule
 from moe_ops.tensors import from_quantized
 
-_KIND = "Mxfp4GptOssExperts"
 _PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 def restore_modules(model: nn.Module) -> bool:
-    """Replace all MXFP4 MLPs of gpt-oss in a model, one at a time; whether there were any.
+    """Replace all MXFP4 MLPs in a model, one at a time; whether there were any.
 
     Raises:
         ValueError: experts that are not loaded, or a model without its configuration. Nothing was
             changed.
     """
-    blocks = {
-        name: block
-        for name, block in model.named_modules()
-        if type(getattr(block, "experts", None)).__name__ == _KIND
-    }
+    blocks: dict[str, HfModule] = {}
+    for name, block in model.named_modules():
+        family = MXFP4.get(type(getattr(block, "experts", None)).__name__)
+        if family is not None:
+            blocks[name] = block
+            known = family
     if not blocks:
         return False
     if "" in blocks or not hasattr(model, "config"):
         raise ValueError(
-            "model must be the whole gpt_oss model to replace its MXFP4 experts, got "
+            f"model must be the whole {known.family} model to replace its MXFP4 experts, got "
             f"{type(model).__name__}"
         )
     for name, block in blocks.items():
@@ -45,11 +46,10 @@ def restore_modules(model: nn.Module) -> bool:
                 raise ValueError(
                     f"{name}.experts.{projection} must be loaded, got no Triton tensor"
                 )
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
-
+    make_block = pkgutil.resolve_name(known.block)
     for name, block in blocks.items():
         with torch.device("meta"):
-            restored = GptOssMLP(model.config)
+            restored = make_block(model.config)
         restored.router = block.router
         restored.train(block.training)
         for projection in _PROJECTIONS:

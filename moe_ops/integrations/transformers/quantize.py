@@ -31,8 +31,8 @@ def quantize(model: nn.Module, scheme: str | QuantScheme | None = None) -> Attac
     requires_grad=False, one at a time, so that at most one weight exists twice; layers that share
     a parameter go on sharing. A parameter keeps the shape it had: where a family keeps (E,
     columns, rows), the quantized data lies as (E, rows, columns) under a transposed view. Two
-    families are exceptions: dbrx's three (E * I, H) become (E, I, H), and longcat_flash's
-    gate_up_proj loses the rows of its identity experts, which nothing reads.
+    kinds are exceptions: weights (E * I, H) become (E, I, H), and a gate_up_proj with rows of
+    identity experts, which nothing reads, loses those.
 
     Args:
         model: as for `attach`.

@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_size, check_tensor
-from moe_ops.integrations.transformers.activations import HfModule
-from moe_ops.integrations.transformers.router_rules import FindRule
+from moe_ops.integrations.transformers.families import HfModule, Router
+from moe_ops.integrations.transformers.forwards import own_name
 from moe_ops.integrations.transformers.routers import (
-    _linear_of,
     check_router,
     find_routers,
+    linear_of,
     routed,
+    rule_of,
+    top_k_of,
 )
 from moe_ops.tensors.sharding import is_sharded
 
@@ -131,16 +133,15 @@ def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]
     """
     check_size("max_tokens", max_tokens)
     routers = _routers(model)
-    slots, makers = [], []
-    for _, module, rule in routers:
-        device = _device_of(module, _linear_of(rule, module))
-        ids = torch.full((max_tokens + 1, _top_k(module)), -1, dtype=torch.int32, device=device)
+    slots = []
+    for _, module, router in routers:
+        device, top_k = _device_of(module, linear_of(router, module)), top_k_of(router, module)
+        ids = torch.full((max_tokens + 1, top_k), -1, dtype=torch.int32, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
         begins = torch.zeros(max_tokens + 1, dtype=torch.bool, device=device)
         slots.append((ids, count, begins))
-        makers.append(functools.partial(_recording, ids, count, begins))
     names = tuple([name for name, _, _ in routers])
-    with _replaced([module for _, module, _ in routers], makers):
+    with _replaced([module for _, module, _ in routers], _record, slots):
         yield RoutingRecord(names, max_tokens, slots)
 
 
@@ -171,8 +172,8 @@ def replay_routing(model: nn.Module, ids: Sequence[Tensor]) -> Iterator[None]:
     routers = _routers(model)
     refused = [
         f"{name} ({type(module).__name__}): {reason}"
-        for name, module, rule in routers
-        if (reason := check_router(module, rule, sharded=True)[0])
+        for name, module, router in routers
+        if (reason := check_router(module, router, sharded=True)[0])
     ]
     if refused:
         raise ValueError(
@@ -186,34 +187,34 @@ def replay_routing(model: nn.Module, ids: Sequence[Tensor]) -> Iterator[None]:
         )
     for of_router in ids:
         check_tensor("ids", of_router)
-    makers = [
-        functools.partial(_replaying, rule, module, of_router)
-        for (_, module, rule), of_router in zip(routers, ids, strict=True)
+    arguments = [
+        (router, module, of_router)
+        for (_, module, router), of_router in zip(routers, ids, strict=True)
     ]
-    with _replaced([module for _, module, _ in routers], makers):
+    with _replaced([module for _, module, _ in routers], _replay, arguments):
         yield
 
 
-def _routers(model: nn.Module) -> list[tuple[str, HfModule, FindRule]]:
+def _routers(model: nn.Module) -> list[tuple[str, HfModule, Router]]:
     """The routers of a model.
 
     Raises:
-        ValueError: it has none, or one of no rule, which may return no ids.
+        ValueError: it has none, or one of no formula of moe_ops, which may return no ids.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     found = find_routers(model)
     unknown = [
-        f"{name} ({type(module).__name__}): {check_router(module, rule)[0]}"
-        for name, module, rule in found
-        if rule is None
+        f"{name} ({type(module).__name__}): {check_router(module, router)[0]}"
+        for name, module, router in found
+        if router is None
     ]
     if unknown or not found:
         raise ValueError(
             "model must contain routers that moe_ops knows, got "
             + ("none" if not found else "\n" + "\n".join(unknown))
         )
-    return [(name, module, rule) for name, module, rule in found if rule is not None]
+    return [(name, module, router) for name, module, router in found if router is not None]
 
 
 def _device_of(module: HfModule, linear: HfModule) -> torch.device:
@@ -229,18 +230,6 @@ def _device_of(module: HfModule, linear: HfModule) -> torch.device:
             f"the weight of {type(module).__name__} must be loaded, got the meta device"
         )
     return torch.device(device)
-
-
-def _top_k(module: HfModule) -> int:
-    return getattr(module, "top_k", None) or module.config.top_k_experts
-
-
-def _recording(ids: Tensor, count: Tensor, begins: Tensor, own: Callable) -> functools.partial:
-    return functools.partial(_record, own, ids, count, begins)
-
-
-def _replaying(rule: FindRule, module: HfModule, ids: Tensor, own: Callable) -> functools.partial:
-    return functools.partial(_replay, rule, module, ids)
 
 
 def _record(
@@ -262,7 +251,8 @@ def _record(
 
 
 def _replay(
-    find_rule: FindRule,
+    own: Callable,
+    router: Router,
     module: HfModule,
     ids: Tensor,
     hidden_states: Tensor,
@@ -270,7 +260,7 @@ def _replay(
     **named: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the router returns of recorded experts."""
-    rule = find_rule(module, hidden_states, *more, *named.values())
+    rule = rule_of(router, module, hidden_states, *more, *named.values())
     if rule is None:
         raise ValueError(
             f"{type(module).__name__} computes a formula for {hidden_states.dtype} that is none "
@@ -283,23 +273,12 @@ def _replay(
             f"call, got {ids.shape[0]}: a block of replay_routing is one forward pass of the "
             "tokens that were recorded"
         )
-    linear = _linear_of(find_rule, module)
-    if is_sharded(linear.weight):
+    if is_sharded(linear_of(router, module).weight):
         raise ValueError(
             f"the weight of {type(module).__name__} must be whole when it is called, got a "
             "DTensor; replay_routing takes models that FSDP2 shards, and gathers for a forward"
         )
-    return routed(rule, module, linear, hidden_states, ids)
-
-
-def _name(module: HfModule) -> str:
-    """Where a module has its forward: below accelerate's hooks if it has some."""
-    return "_old_forward" if "_old_forward" in vars(module) else "forward"
-
-
-def _forward_of(module: HfModule) -> Callable:
-    found = vars(module).get(_name(module))
-    return functools.partial(type(module).forward, module) if found is None else found
+    return routed(router, rule, module, hidden_states, ids)
 
 
 _entering = threading.Lock()
@@ -307,15 +286,16 @@ _entering = threading.Lock()
 
 @contextmanager
 def _replaced(
-    modules: Sequence[HfModule], makers: Sequence[Callable[[Callable], functools.partial]]
+    modules: Sequence[HfModule], function: Callable, arguments: Sequence[tuple]
 ) -> Iterator[None]:
-    """Other forwards of modules, each made of the one before, until the end of the block.
+    """Until the end of the block, modules have another forward: the function, of their own one and
+    of these arguments, before those of the call.
 
     Raises:
         ValueError: another thread is in a block: what its end brings back would stay for good.
     """
     with _entering:
-        before: list[Any] = [vars(module).get(_name(module)) for module in modules]
+        before: list[Any] = [vars(module).get(own_name(module)) for module in modules]
         for module, own in zip(modules, before, strict=True):
             if getattr(own, "thread", threading.get_ident()) != threading.get_ident():
                 raise ValueError(
@@ -323,15 +303,17 @@ def _replaced(
                     f"thread, got one around {type(module).__name__}; let threads take turns, or "
                     "give each a copy of the model"
                 )
-        for module, make in zip(modules, makers, strict=True):
-            forward: Any = make(_forward_of(module))
+        for module, own, more in zip(modules, before, arguments, strict=True):
+            if own is None:
+                own = functools.partial(type(module).forward, module)
+            forward: Any = functools.partial(function, own, *more)
             forward.thread = threading.get_ident()
-            setattr(module, _name(module), forward)
+            setattr(module, own_name(module), forward)
     try:
         yield
     finally:
         for module, own in zip(modules, before, strict=True):
             if own is None:
-                delattr(module, _name(module))
+                delattr(module, own_name(module))
             else:
-                setattr(module, _name(module), own)
+                setattr(module, own_name(module), own)

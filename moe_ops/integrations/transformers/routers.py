@@ -2,7 +2,8 @@
 
 Dimensions: M tokens, H hidden size, E experts, top_k experts per token.
 
-The formulas are in router_rules.py.
+A router is one of ours only if its formula is: `families` has them by the class whose forward a
+router really uses.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import functools
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +21,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ops import environment
 from moe_ops.checks import autocasting
-from moe_ops.integrations.transformers import families
-from moe_ops.integrations.transformers.activations import HfModule
-from moe_ops.integrations.transformers.router_rules import (
-    LINEAR,
+from moe_ops.integrations.transformers import forwards
+from moe_ops.integrations.transformers.families import (
     NOT_COVERED,
-    TAKES_BIAS,
-    FindRule,
-    Rule,
-)
-from moe_ops.integrations.transformers.router_rules import (
-    RULES as _RULES,
+    ROUTERS,
+    HfModule,
+    Router,
+    qualname_of,
 )
 from moe_ops.routing.route import route
 from moe_ops.routing.tokens import fused_router, router_linear
@@ -40,14 +37,66 @@ from moe_ops.tensors.sharding import is_sharded
 _ROWS, _FEW, _AGREEING = (8, 4, 7)
 
 
-def _rule_of(module: HfModule) -> FindRule | None:
-    forward = type(module).forward
-    ours = getattr(forward, "__module__", "").startswith("transformers.")
-    return _RULES.get(forward.__qualname__) if ours else None
+class Rule(NamedTuple):
+    """What a router computes with its settings, for one call."""
+
+    method: str
+    logits: torch.dtype
+    weights: torch.dtype
+    options: dict[str, Any]  # keyword arguments of `route`
+
+
+def router_of(module: HfModule) -> Router | None:
+    """The formula of a router; None where it is none of moe_ops."""
+    return ROUTERS.get(qualname_of(type(module).forward).removesuffix(".forward"))
+
+
+def rule_of(router: Router, module: HfModule, x: Tensor, *more: Tensor) -> Rule | None:
+    """What a router computes of these hidden states, with further arguments of its forward; None
+    where its settings, or the dtype, make a formula that `route` has not.
+    """
+    name, most = router.at_most
+    if name and (getattr(module, name) or 0) > most:
+        return None
+    if router.absent and _at(module, router.absent) is not None:
+        return None
+    if router.float32_only and x.dtype != torch.float32:
+        return None
+    method = router.method
+    if router.choice:
+        chosen = getattr(module, router.choice)
+        name = chosen if isinstance(chosen, str) else type(chosen).__name__
+        if name not in router.methods:
+            return None
+        method = router.methods[name]
+    if router.normalized and module.norm_topk_prob:
+        method = router.normalized
+    options: dict[str, Any] = {}
+    if router.takes_bias:
+        (options["correction_bias"],) = more
+    elif router.bias:
+        options["correction_bias"] = _at(module, router.bias).flatten()
+    if router.scale or router.averages:
+        scale = getattr(module, router.scale) if router.scale else 1 / module.top_k
+        options["scaling_factor"] = scale
+    if method == "grouped_softmax" or (router.groups and module.num_group > 1):
+        options |= {"num_expert_groups": module.num_group, "topk_groups": module.topk_group}
+        if router.sums_two:  # as `route` does where there is a bias
+            zeros = module.weight.new_zeros(module.weight.shape[0], dtype=torch.float32)
+            options["correction_bias"] = zeros
+    weight = linear_of(router, module).weight
+    dtypes = {"input": x.dtype, "weight": weight.dtype, "float32": torch.float32}
+    return Rule(method, dtypes[router.logits], dtypes[router.weights], options)
+
+
+def _at(module: HfModule, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
 
 
 def router_forward(
-    find_rule: FindRule, module: HfModule, hidden_states: Tensor, *more: Any, **named: Any
+    router: Router, module: HfModule, hidden_states: Tensor, *more: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the module's own forward returns: (router_logits, topk_weights, topk_ids int64).
 
@@ -55,55 +104,57 @@ def router_forward(
     takes.
     """
     more += tuple(named.values())  # no router takes more than one
-    rule = find_rule(module, hidden_states, *more)
-    linear = _linear_of(find_rule, module)
+    rule = rule_of(router, module, hidden_states, *more)
+    linear = linear_of(router, module)
     own = linear is not module and _carries(linear)  # an adapter, since the router was checked
-    if own or rule is None or not _served(rule, linear, hidden_states):
+    if own or rule is None or not _served(router, rule, module, hidden_states):
         return type(module).forward(module, hidden_states, *more)
-    return routed(rule, module, linear, hidden_states)
+    return routed(router, rule, module, hidden_states)
 
 
 def routed(
+    router: Router,
     rule: Rule,
     module: HfModule,
-    linear: HfModule,
     hidden_states: Tensor,
     topk_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a router of this rule returns: of the experts that it chooses, or of recorded ones
     (M, top_k), whose weights are computed with gradients.
     """
+    linear = linear_of(router, module)
     weight, bias = linear.weight, getattr(linear, "bias", None)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if rule.inputs is not None:
-        x = rule.inputs(module, x)
-    top_k, found = rule.top_k or module.top_k, None
+    if router.norm:
+        x = getattr(module, router.norm)(x)
+    for factor in router.factors:
+        x = x * getattr(module, factor)
+    top_k, found = top_k_of(router, module), None
     if topk_ids is None:
+        dtypes = rule.weights, torch.int64
         found = fused_router(
-            x,
-            weight,
-            bias,
-            rule.logits,
-            top_k,
-            rule.method,
-            rule.options,
-            (rule.weights, torch.int64),
+            x, weight, bias, rule.logits, top_k, rule.method, rule.options, dtypes
         )
     if found is None:
         # autocast takes a linear layer's operands whatever their dtype
         logits = router_linear(x, weight, bias, None if autocasting(x.device) else rule.logits)
         weights, ids = route(logits, top_k, rule.method, **rule.options, topk_ids=topk_ids)
         found = logits, weights.to(rule.weights), ids.long()
-    if rule.outputs is not None:
-        found = rule.outputs(module, *found)
     logits, weights, ids = found
-    return (logits if rule.returned is None else logits.to(rule.returned)), weights, ids
+    if router.probabilities:
+        logits = torch.softmax(logits, -1, dtype=torch.float32)
+    if router.expert_scale:
+        weights = weights * getattr(module, router.expert_scale)[ids]
+    return (logits.float() if router.returned else logits), weights, ids
 
 
-def _linear_of(find_rule: FindRule, module: HfModule) -> HfModule:
+def linear_of(router: Router, module: HfModule) -> HfModule:
     """The module that holds the weight (E, H) of a router's linear layer."""
-    name = LINEAR.get(find_rule)
-    return module if name is None else getattr(module, name)
+    return getattr(module, router.linear) if router.linear else module
+
+
+def top_k_of(router: Router, module: HfModule) -> int:
+    return _at(module, router.top_k)
 
 
 def _carries(linear: HfModule) -> bool:
@@ -113,12 +164,16 @@ def _carries(linear: HfModule) -> bool:
     return type(linear) is not nn.Linear or "forward" in vars(linear)
 
 
-def _served(rule: Rule, linear: HfModule, x: Tensor) -> bool:
+def _served(router: Router, rule: Rule, module: HfModule, x: Tensor) -> bool:
+    linear = linear_of(router, module)
     weight, bias = linear.weight, getattr(linear, "bias", None)
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    if torch.is_grad_enabled() and any([t.requires_grad for t in (*tensors, *rule.learned)]):
-        return False
-    if autocasting(x.device) or not (rule.flattens or x.dim() == 2):
+    if torch.is_grad_enabled():
+        names = [name for name in (*router.factors, router.expert_scale) if name]
+        learned = [getattr(module, name) for name in names]
+        if any([getattr(t, "requires_grad", False) for t in (*tensors, *learned)]):
+            return False
+    if autocasting(x.device) or not (router.flattens or x.dim() == 2):
         return False
     if any([is_traceable_wrapper_subclass(t) for t in tensors]):
         return False
@@ -189,54 +244,53 @@ def unfuse_routers(model: nn.Module) -> None:
     """Give the routers of a model their own forward back; nothing happens to others."""
     for module in model.modules():
         if _is_fused(module):
-            families.restore(module)
+            forwards.restore(module)
 
 
 def _is_fused(module: HfModule) -> bool:
-    forward = vars(module).get("_old_forward", vars(module).get("forward"))
-    return isinstance(forward, functools.partial) and forward.func is router_forward
+    return forwards.replaced_by(module) is router_forward
 
 
-def find_routers(model: nn.Module) -> list[tuple[str, HfModule, FindRule | None]]:
-    """(name, router, its rule) of a model, None where it has none of moe_ops."""
-    found = [(name, module, _rule_of(module)) for name, module in model.named_modules()]
+def find_routers(model: nn.Module) -> list[tuple[str, HfModule, Router | None]]:
+    """(name, module, its formula) of the routers of a model, None where it is none of moe_ops."""
+    found = [(name, module, router_of(module)) for name, module in model.named_modules()]
     return [
-        (name, module, rule)
-        for name, module, rule in found
-        if rule is not None or re.search(r"Router$|TopKGating$", type(module).__name__)
+        (name, module, router)
+        for name, module, router in found
+        if router is not None or re.search(r"Router$|TopKGating$", type(module).__name__)
     ]
 
 
 def check_router(
-    module: HfModule, rule: FindRule | None, sharded: bool = False
+    module: HfModule, router: Router | None, sharded: bool = False
 ) -> tuple[str, str, str]:
     """(why moe_ops does not compute what a router does, or ""; method; difference from its own
     forward). `sharded`: its weight may be one that FSDP gathers for a forward.
     """
-    reason = _refusal(module, rule, sharded)
-    if reason or rule is None:
+    reason = _refusal(module, router, sharded)
+    if reason or router is None:
         return reason, "", ""
     try:
-        return "", *_check(module, rule)
+        return "", *_check(module, router)
     except Exception as error:  # whatever the forward of another version does
         named = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
         return f"{named}{error}", "", ""
 
 
-def _fuse(name: str, module: HfModule, rule: FindRule | None) -> RouterReport:
-    reason, method, difference = check_router(module, rule)
-    if reason or rule is None:
+def _fuse(name: str, module: HfModule, router: Router | None) -> RouterReport:
+    reason, method, difference = check_router(module, router)
+    if reason or router is None:
         return RouterReport(name, type(module).__name__, "", reason)
-    families.set_forward(module, functools.partial(router_forward, rule))
+    forwards.set_forward(module, functools.partial(router_forward, router))
     return RouterReport(name, type(module).__name__, method, difference)
 
 
-def _refusal(module: HfModule, rule: FindRule | None, sharded: bool = False) -> str:
+def _refusal(module: HfModule, router: Router | None, sharded: bool = False) -> str:
     """Why a router is left as it is, before it is called; empty if it need not be."""
-    if rule is None:
+    if router is None:
         why = NOT_COVERED.get(type(module).__name__)
         return "its formula is none of moe_ops" + (f": {why}" if why else "")
-    linear = _linear_of(rule, module)
+    linear = linear_of(router, module)
     gathered = sharded and is_sharded(linear.weight)
     if parametrize.is_parametrized(linear):
         return "its weight carries an adapter"
@@ -246,23 +300,22 @@ def _refusal(module: HfModule, rule: FindRule | None, sharded: bool = False) -> 
     weight = linear.weight
     if not (type(weight) in (Tensor, nn.Parameter) or gathered) or weight.element_size() == 1:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
-    # accelerate keeps the forward below its hooks as _old_forward, and leaves it behind as forward
-    # when they go
-    found = vars(module).get("_old_forward", vars(module).get("forward"))
+    # accelerate leaves what was below its hooks behind as forward when they go
+    found = vars(module).get(forwards.own_name(module))
     is_own = found is None or getattr(found, "__func__", None) is type(module).forward
     if not is_own and not _is_fused(module):
         return "its forward is replaced by something else"
     return ""
 
 
-def _check(module: HfModule, find_rule: FindRule) -> tuple[str, str]:
+def _check(module: HfModule, router: Router) -> tuple[str, str]:
     """(method, difference from the module's own forward).
 
     Raises:
         RuntimeError: they differ.
         ValueError: the module's settings are none that `route` takes.
     """
-    weight = _linear_of(find_rule, module).weight
+    weight = linear_of(router, module).weight
     rng = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -291,38 +344,36 @@ def _check(module: HfModule, find_rule: FindRule) -> tuple[str, str]:
 
     clone = randomized(module)
     x = random(_ROWS, weight.shape[1])
-    takes_bias = find_rule in TAKES_BIAS
-    more: tuple[Tensor, ...] = (random(weight.shape[0]),) if takes_bias else ()
-    rule = find_rule(clone, x, *more)
+    more: tuple[Tensor, ...] = (random(weight.shape[0]),) if router.takes_bias else ()
+    rule = rule_of(router, clone, x, *more)
     if rule is None:
         raise ValueError("its settings make a formula that is none of moe_ops")
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        error = _difference(find_rule, clone, x, more, 1e-4)
+        error = _difference(router, clone, x, more, 1e-4)
         if weight.is_meta or is_sharded(weight):
             return rule.method, "checked with random weights: its own are not loaded"
         low = torch.finfo(weight.dtype).bits < 32
         more = tuple([t.to(weight.dtype) for t in more])
         tolerance = 3e-2 if low else 1e-4
         x = x.to(weight.dtype)
-        if find_rule(module, x, *more) is None:
+        if rule_of(router, module, x, *more) is None:
             raise ValueError(f"in {weight.dtype} it rounds its scores before it compares them")
         for rows in (x, x[:_FEW]):  # few tokens of a large router run by other kernels than many
-            error = max(error, _difference(find_rule, module, rows, more, tolerance, True))
+            error = max(error, _difference(router, module, rows, more, tolerance, True))
     return rule.method, f"differs from its own forward by {error:.1e} at most"
 
 
 def _difference(
-    find_rule: FindRule,
+    router: Router,
     module: HfModule,
     x: Tensor,
     more: tuple[Tensor, ...],
     tolerance: float,  # relative to the largest value
     logits_only: bool = False,  # rounded logits tie, and ties may fall either way
 ) -> float:
-    rule = find_rule(module, x, *more)
-    own = x.unsqueeze(0) if rule is not None and rule.flattens else x  # one takes (B, S, H) alone
+    own = x.unsqueeze(0) if router.flattens else x  # one takes (B, S, H) alone
     want = type(module).forward(module, own, *more)
-    got = router_forward(find_rule, module, x, *more)
+    got = router_forward(router, module, x, *more)
     facts = [[(t.shape, t.dtype) for t in output] for output in (want, got)]
     if facts[0] != facts[1]:
         raise RuntimeError(f"its own forward returns {facts[0]}, not {facts[1]}")

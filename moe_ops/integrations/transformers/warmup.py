@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from moe_ops.integrations.transformers import families
+from moe_ops.integrations.transformers import forwards
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.hook import NAME
 from moe_ops.integrations.transformers.layers import Layer
@@ -24,10 +24,10 @@ def find(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Subject]:
         layer = layers_of.layer_of(name, module)
         if layer is None or not _runs_here(layer):
             continue
-        block_name = name if _routes(layer) else _outside(name, modules)
+        block_name = name if layer.kind.routes else _outside(name, modules)
         block = modules[block_name]
         of_tokens = dtype or _dtype(layer, model)
-        if not (_routes(layer) or (name and _is_block(block))):
+        if not (layer.kind.routes or (name and _is_block(block))):
             yield of_module(name, module, _experts(layer, of_tokens))
         else:
             yield of_module(block_name, block, _block(layer, block, of_tokens))
@@ -43,13 +43,9 @@ def _outside(name: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _runs_here(layer: Layer) -> bool:
-    if layer.family is not None:
-        return families.attached(layer.module)
+    if not layer.on_hook:
+        return forwards.attached(layer.module)
     return getattr(layer.module.config, "_experts_implementation", None) == NAME
-
-
-def _routes(layer: Layer) -> bool:
-    return layer.family is not None and layer.family.routes
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -111,9 +111,7 @@ def test_attach_refuses_what_it_cannot_serve():
 
 def test_attach_notices_a_layer_that_computes_something_else(monkeypatch):
     model = build("mixtral", 1)
-    monkeypatch.setitem(
-        activations._GATES, "_default_apply_gate", lambda module: moe_ops.Activation("gelu")
-    )
+    monkeypatch.setattr(activations, "_plain", lambda module: moe_ops.Activation("gelu"))
     with pytest.raises(RuntimeError, match="mlp.experts differs from its own forward by"):
         integration.attach(model)
     experts = experts_of(model)

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops.integrations.transformers as integration
+from moe_ops.integrations.transformers import families
 
 # Sizes by configuration field; a family takes the fields it has.
 SMALL = {
@@ -255,7 +256,7 @@ def switch(model, family: str):
 def experts(model):
     """Modules called with (hidden states, expert ids, router weights); llama4's take no
     routing."""
-    outside = ("Llama4TextExperts", "DbrxExperts", "LongcatFlashExperts", "Step3p7Experts")
+    outside = {"Llama4TextExperts", *families.OUTSIDE} - {"Llama4TextMoe"}
     return [
         m for m in model.modules() if hasattr(m, "is_transposed") or type(m).__name__ in outside
     ]
@@ -305,6 +306,7 @@ def test_every_family_on_the_hook_is_listed():
         if "@use_experts_implementation" in path.read_text()
     }
     assert len(found) >= 50 and found <= set(ON_HOOK)
+    assert FAMILIES.keys() < families.FAMILIES.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,6 +17,7 @@ from torch import nn
 
 import moe_ops.integrations.transformers as integration
 from moe_ops.integrations.transformers import routers
+from moe_ops.integrations.transformers.families import NOT_COVERED, ROUTERS, Router
 from tests.integrations.transformers.test_families import FAMILIES, build, outputs, relative
 from tests.routing.test_route import make_router
 
@@ -62,7 +63,7 @@ FP32_ONLY["inkling2"] = "the same dtype"
 
 
 def routers_of(model):
-    return [m for m in model.modules() if routers._rule_of(m) is not None]
+    return [m for m in model.modules() if routers.router_of(m) is not None]
 
 
 def recorded(module):
@@ -125,7 +126,7 @@ def test_equals_the_routers_of_the_model(family, fields, method, dtype):
 
 def sources() -> dict[str, str]:
     """Normalised source of the forward of every class of transformers that is named like a
-    router."""
+    router, by class."""
     found = {}
     folder = Path(transformers.__file__).parent / "models"
     for path in sorted(folder.glob("*/modeling_*.py")):
@@ -142,7 +143,7 @@ def sources() -> dict[str, str]:
                         argument.annotation = None
                     if isinstance(method.body[0], ast.Expr):  # its docstring
                         del method.body[0]
-                    found[f"{node.name}.forward"] = ast.unparse(method)
+                    found[node.name] = ast.unparse(method)
     return found
 
 
@@ -153,26 +154,23 @@ def test_every_router_with_a_known_formula_is_listed():
     written_otherwise |= {"MiniMaxM3VLTopKRouter", "Step3p7TopKRouter", "GraniteMoeSWATopKRouter"}
     found = sources()
     rules = {}
-    for name, rule in routers._RULES.items():
-        if name in found and name.split(".")[0] not in written_otherwise:
-            rules.setdefault(rule, {})[name] = found[name]
+    for name, router in ROUTERS.items():
+        if name in found and name not in written_otherwise:
+            rules.setdefault(id(router), {})[name] = found[name]
     for listed in rules.values():
         assert len(set(listed.values())) == 1, f"several formulas: {sorted(listed)}"
-    known = {found[name] for name in routers._RULES if name in found}
-    unlisted = {name for name, source in found.items() if source in known} - set(routers._RULES)
-    assert not unlisted
-    names = {name.split(".")[0] for name in routers._RULES if name in found}
-    assert len(names) >= 35
+    known = {found[name] for name in ROUTERS if name in found}
+    assert not {name for name, source in found.items() if source in known} - ROUTERS.keys()
+    assert len(ROUTERS.keys() & found.keys()) >= 35
 
 
 def test_every_router_has_a_rule_or_a_reason():
     """What chooses experts in transformers runs through route_tokens, or it is said why not."""
-    chooses = {name.split(".")[0] for name, source in sources().items() if "top" in source}
+    chooses = {name for name, source in sources().items() if "top" in source}
     routers_there = {name for name in chooses if re.search(r"(Router|Gate|TopKGating)$", name)}
-    covered = {name.split(".")[0] for name in routers._RULES}
-    assert not routers_there - covered - set(routers.NOT_COVERED)
-    assert not covered & set(routers.NOT_COVERED)
-    assert len(routers_there & covered) >= 45
+    assert not routers_there - ROUTERS.keys() - NOT_COVERED.keys()
+    assert not ROUTERS.keys() & NOT_COVERED.keys()
+    assert len(routers_there & ROUTERS.keys()) >= 45
 
 
 def test_a_router_that_is_not_covered_says_why():
@@ -334,10 +332,8 @@ def test_a_router_that_cannot_be_checked_leaves_the_others_whole():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_wrong_rule_is_noticed_under_autocast_too(monkeypatch, autocast):
-    def wrong(module, x):
-        return routers.Rule("sigmoid_renormalize", x.dtype)
-
-    monkeypatch.setitem(routers._RULES, "MixtralTopKRouter.forward", wrong)
+    wrong = Router("sigmoid_renormalize", logits="input")
+    monkeypatch.setitem(ROUTERS, "MixtralTopKRouter", wrong)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert "it differs from moe_ops" in reason(small_router())
 
@@ -358,22 +354,19 @@ def test_meta_devices_and_names_of_arguments():
 
 
 def test_a_router_that_computes_something_else_is_noticed(monkeypatch):
-    rule = routers.Rule
     for wrong, message in (
-        (lambda m, x: rule("default", x.dtype), "it differs from moe_ops.route_tokens by"),
-        (lambda m, x: rule("sigmoid_renormalize", x.dtype), "it differs from moe_ops"),
-        (lambda m, x: rule("renormalize", x.dtype, torch.bfloat16), "its own forward returns"),
-        (lambda m, x: None, "its settings make a formula that is none of moe_ops"),
+        (Router("default", logits="input"), "it differs from moe_ops.route_tokens by"),
+        (Router("sigmoid_renormalize", logits="input"), "it differs from moe_ops"),
+        (Router("renormalize", logits="input", weights="input"), "its own forward returns"),
+        (Router("default", at_most=("top_k", 0)), "its settings make a formula that is none of"),
     ):
-        monkeypatch.setitem(routers._RULES, "MixtralTopKRouter.forward", wrong)
-        assert message in reason(small_router())
-
-    def biased(module, x):
-        options = {"correction_bias": 9.0 * torch.arange(module.weight.shape[0])}
-        return rule("renormalize_naive", x.dtype, options=options)
-
-    monkeypatch.setitem(routers._RULES, "MixtralTopKRouter.forward", biased)
-    assert "it chooses other experts" in reason(small_router())
+        monkeypatch.setitem(ROUTERS, "MixtralTopKRouter", wrong)
+        assert message in reason(small_router().to(torch.bfloat16))
+    biased = Router("renormalize_naive", logits="input", bias="biases")
+    monkeypatch.setitem(ROUTERS, "MixtralTopKRouter", biased)
+    router = small_router()
+    router.biases = 9.0 * torch.arange(router.weight.shape[0])
+    assert "it chooses other experts" in reason(router)
 
 
 def test_weights_that_are_no_plain_tensors_stay():
