@@ -1,29 +1,15 @@
-"""The tables of docs/backends.md, made from the code, the measured tables and the plots, and those
-of other documents that are made from committed results (cpu_doc.py, layers_doc.py, readme_doc.py,
-schemes_doc.py, training_doc.py).
-
-    python benchmarks/backends_doc.py            # say whether the documents are up to date
-    python benchmarks/backends_doc.py --write    # bring them up to date
-
-Needs no GPU: what backends accept is asked for GPUs described by hand.
+"""The tables of docs/backends.md, made from the code, the measured tables and the plots; report.py
+writes them. Needs no GPU: what backends accept is asked for GPUs described by hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import cpu_doc
-import layers_doc
-import readme_doc
-import schemes_doc
 import torch
-import training_doc
 
 from moe_ops import backends
 from moe_ops.activations import NAMES, Activation
@@ -195,63 +181,3 @@ def plots() -> str:
         facts = path.stem.removeprefix("experts_").removesuffix("_backends").replace("_", " ")
         lines.append(f"![Backends over the floor: {facts}](../benchmarks/results/{path.name})")
     return "\n".join(lines)
-
-
-# Of each document its blocks. One that makes None stays as it is.
-DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
-    "README.md": {"gains": readme_doc.gains},
-    "docs/backends.md": {
-        "accepts": accepts,
-        "features": features,
-        "explain": explanation,
-        "tiers": tiers,
-        "plots": plots,
-    },
-    "docs/kernels/cpu.md": {"quantized": cpu_doc.quantized, "ggml": cpu_doc.ggml},
-    "docs/kernels/cutlass.md": {"layers": layers_doc.whole_layers},
-    "docs/kernels/training.md": {
-        "steps": training_doc.steps,
-        "steps on an H100": lambda: training_doc.steps(training_doc.ON_H100),
-    },
-    "docs/which_scheme.md": {"choices": schemes_doc.choices, "schemes": schemes_doc.table},
-    "docs/performance.md": {
-        "whole models": readme_doc.whole_models,
-        "8-bit activations": layers_doc.summary,
-        "weight-only peers": layers_doc.weight_only,
-        "weight-only peers on an H100": lambda: layers_doc.weight_only(layers_doc.ON_H100),
-    },
-}
-
-
-def brought_up_to_date(name: str, text: str) -> str:
-    """A document with every block between its two comments made anew."""
-    for block, make in DOCUMENTS[name].items():
-        begin, end = f"<!-- made by backends_doc.py: {block} -->", "<!-- end -->"
-        pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.S)
-        if not pattern.search(text):
-            raise ValueError(f"{name} has no block {block!r}")
-        made = make()
-        if made is not None:
-            text = pattern.sub(lambda _, b=begin, m=made, e=end: f"{b}\n{m}\n{e}", text)
-    return text
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
-    behind = []
-    for name in DOCUMENTS:
-        before = (ROOT / name).read_text()
-        after = brought_up_to_date(name, before)
-        if before != after:
-            behind.append(name)
-            if arguments.write:
-                (ROOT / name).write_text(after)
-    if behind and not arguments.write:
-        are = "is" if len(behind) == 1 else "are"
-        sys.exit(f"{', '.join(behind)} {are} behind: python benchmarks/backends_doc.py --write")
-
-
-if __name__ == "__main__":
-    main()

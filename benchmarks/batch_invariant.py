@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import report
 import torch
 from cases import (
     SHAPES,
@@ -48,8 +48,8 @@ from cases import (
     make_sets,
     make_weights,
 )
-from harness import RESULTS, capture, format_table, interleaved_ms, interleaved_replays_us
-from records import Results
+from harness import capture, interleaved_ms, interleaved_replays_us
+from records import add_options
 from torch import Tensor
 
 import moe_ops
@@ -60,9 +60,6 @@ from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
 from moe_ops.schemes import SCHEMES, get_scheme
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # of schemes
-LINES = ("-", "--", ":")  # of shapes
-PARTS = ("probe", "fuzz", "cost")
 PROBED = ("", "fp8_block", "fp8_channel", "fp8_tensor_static", "int8_w8a8")
 PROBED += ("int4_w4a16:g128", "fp8_w8a16:channel")
 PROBE_SHAPE, PROBE_TOKENS = Experts(8, 2, 2048, 1024), (1, 2, 7, 16, 33, 64, 130, 300, 1000)
@@ -361,71 +358,9 @@ def times_us(weights: Weights, sets: list[Tokens], replays: int, cuda: bool) -> 
 # --- the command ---------------------------------------------------------------------------------
 
 
-def key(row: dict) -> tuple:
-    return tuple(row[name] for name in ("part", "shape", "scheme", "num_tokens", "config"))
-
-
-def order(of_row: tuple) -> tuple:
-    part, *rest = of_row
-    return (PARTS.index(part), *rest)
-
-
-def show(rows: list[dict]) -> None:
-    """A table of each part."""
-    for part in PARTS:
-        found = [row for row in rows if row["part"] == part]
-        if not found:
-            continue
-        skipped = ("part", "implementation", "run")
-        names = [n for n in dict.fromkeys(n for row in found for n in row) if n not in skipped]
-        print(f"\n{part}")
-        print(format_table(names, [[row.get(n, "") for n in names] for row in found]))
-
-
-def draw(rows: list[dict], path: Path) -> None:
-    """Time with the mode on over time with it off, by number of tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for row in rows:
-        if row["part"] == "cost":
-            of = lines.setdefault((row["shape"], row["scheme"] or "bf16"), [])
-            of.append((row["num_tokens"], row["ratio"]))
-    if not lines:
-        return
-    shapes, schemes = (list(dict.fromkeys(names)) for names in zip(*lines, strict=True))
-    figure, panel = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
-    for (shape, scheme), points in lines.items():
-        style = {"color": COLORS[schemes.index(scheme) % len(COLORS)]}
-        style["linestyle"] = LINES[shapes.index(shape) % len(LINES)]
-        panel.plot(
-            *zip(*sorted(points), strict=True), marker="o", label=f"{shape} {scheme}", **style
-        )
-    panel.axhline(1, color="black", linewidth=0.8)
-    ticks = sorted({M for points in lines.values() for M, _ in points})
-    panel.set(xlabel="tokens", ylabel="time on / time off", xscale="log", ylim=(0.8, None))
-    panel.set_xticks(ticks, [str(M) for M in ticks])
-    panel.minorticks_off()
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    print(path)
-
-
-def report() -> None:
-    """Tables and plots of all results that are kept."""
-    for path in sorted(RESULTS.glob("batch_invariant_*.json")):
-        rows = json.loads(path.read_text())["rows"]
-        show(rows)
-        draw(rows, path.with_suffix(".png"))
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=report.PARTS, default=report.PARTS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "mixtral"])
     parser.add_argument(
         "--schemes", nargs="+", choices=EVERY, default=EVERY, metavar="SCHEME", help='"" is bf16'
@@ -434,16 +369,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=600, help="after which a part is cut short"
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON")
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
+    add_options(parser)
     return parser.parse_args()
 
 
 def main() -> int:
     given = parse()
-    if given.report:
-        report()
+    if given.merge or given.report:
+        report.merge_and_report(given.merge, given.results, "batch_invariant")
         return 0
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
@@ -456,7 +389,7 @@ def main() -> int:
         given.parts = [part for part in given.parts if part != "probe"]
         print("probe is left out: it needs a GPU, or TRITON_INTERPRET=1")
     gpu = torch.cuda.get_device_name().replace(" ", "_") if cuda else "cpu"
-    results = Results(given.results / f"batch_invariant_{gpu}.json", key, order)
+    results = report.open_results(given.results / f"batch_invariant_{gpu}.json")
     run = results.begin(sys.argv, not cuda)
     schemes = tuple(given.schemes)
     parts: dict[str, Callable[[], Iterator[dict]]] = {
@@ -474,12 +407,12 @@ def main() -> int:
             if time.perf_counter() - start > given.seconds:
                 print(f"{part} was cut short after {given.seconds} s: name what is missing alone")
                 break
-        show(rows)
+        report.show_invariance(rows)
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
-    draw(json.loads(results.path.read_text())["rows"], results.path.with_suffix(".png"))
+    report.draw_invariance([*results.rows.values()], results.path.with_suffix(".png"))
     print(results.path)
     return 0
 

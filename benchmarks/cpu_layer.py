@@ -20,12 +20,10 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
+import report
 import torch
 from harness import (
-    RESULTS,
-    format_table,
     interleaved_ms,
     machine_facts,
     matmul_gflop_s,
@@ -40,8 +38,7 @@ from moe_ops.bench.layers import per_expert_loop, transformers_experts
 from moe_ops.bench.shapes import Shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-PEERS = ("eager", "grouped_mm", "batched_mm")
-IMPLEMENTATIONS = (*PEERS, "moe_ops")
+PEERS, IMPLEMENTATIONS = report.CPU_PEERS, report.CPU_NAMES
 NUM_SETS = 16
 # batched_mm copies both weights of every (token, expert) pair; past this it is not run.
 MAX_GATHER_BYTES = 2 << 30
@@ -170,86 +167,6 @@ def run_case(case: Case, only: list[str], limits: tuple[float, float], seconds: 
     }
 
 
-def best_peer(row: dict) -> str:
-    """The fastest transformers implementation of this row by median."""
-    return min((name for name in row["ms"] if name in PEERS), key=lambda n: row["ms"][n]["median"])
-
-
-def print_table(rows: list[dict]) -> None:
-    """Median [least] milliseconds (relative error), the best peer and our speed-up over it."""
-    names = [name for name in IMPLEMENTATIONS if any(name in row["ms"] for row in rows)]
-    table, ratios = [], []
-    for row in rows:
-        cells = [
-            f"{row['ms'][name]['median']:.3f} [{row['ms'][name]['min']:.3f}] "
-            f"({row['relative_error'][name]:.0e})"
-            if name in row["ms"]
-            else "not run"
-            for name in names
-        ]
-        verdict = []
-        if any(name in PEERS for name in row["ms"]):
-            best = best_peer(row)
-            verdict = [best]
-            if "moe_ops" in row["ms"]:
-                ratio = row["ms"][best]["median"] / row["ms"]["moe_ops"]["median"]
-                ratios.append(ratio)
-                verdict.append(f"{ratio:.2f}x")
-        verdict += ["-"] * (2 - len(verdict))
-        case = row["case"]
-        table.append([case["dtype"], case["num_tokens"], row["floor_ms"], *cells, *verdict])
-    print(format_table(["dtype", "M", "floor ms", *names, "best peer", "moe_ops vs it"], table))
-    print("times are median [least] ms (relative error against fp64)")
-    if ratios:
-        mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
-        print(f"geometric mean against the best peer of each cell: {mean:.2f}x")
-
-
-def draw(rows: list[dict], facts: dict[str, Any], name: str) -> None:
-    """Bars of median milliseconds for each M, one panel a dtype, the floor as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    dtypes = list(dict.fromkeys(row["case"]["dtype"] for row in rows))
-    figure, panels = pyplot.subplots(
-        1, len(dtypes), figsize=(5.2 * len(dtypes), 3.8), squeeze=False
-    )
-    for panel, dtype in zip(panels[0], dtypes, strict=True):
-        mine = [row for row in rows if row["case"]["dtype"] == dtype]
-        for number, name in enumerate(IMPLEMENTATIONS):
-            points = [
-                (x, row["ms"][name]["median"]) for x, row in enumerate(mine) if name in row["ms"]
-            ]
-            panel.bar(
-                [x + (number - 1.5) * 0.2 for x, _ in points],
-                [ms for _, ms in points],
-                width=0.2,
-                label="moe_ops" if name == "moe_ops" else f"transformers {name}",
-                color=["#9aa5b1", "#5b84b1", "#c9b26b", "#d1495b"][number],
-            )
-        for x, row in enumerate(mine):
-            panel.hlines(row["floor_ms"], x - 0.42, x + 0.42, colors="black", linestyles="dotted")
-        panel.plot([], [], "k:", label="floor")
-        panel.set_yscale("log")
-        panel.set_xticks(range(len(mine)), [str(row["case"]["num_tokens"]) for row in mine])
-        panel.set_xlabel("tokens M")
-        panel.set_ylabel("ms a layer (median)")
-        panel.set_title(dtype)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=7, ncols=len(labels), loc="lower center")
-    case = rows[0]["case"]
-    figure.suptitle(
-        f"One expert layer, E={case['num_experts']} top_k={case['top_k']} K={case['hidden_size']} "
-        f"I={case['intermediate_size']}\n{facts['processor']}, threads: {facts['threads']}, "
-        f"torch {facts['torch']}",
-        fontsize=9,
-    )
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
@@ -282,11 +199,10 @@ def main() -> None:
     for dtype, tokens in itertools.product(arguments.dtypes, arguments.tokens):
         case = Case(num_tokens=tokens, dtype=dtype)
         rows.append(run_case(case, arguments.only, (gb_s, gflop_s[dtype]), arguments.seconds))
-    print_table(rows)
+    report.show_cpu_layers(rows)
     if arguments.write:
         name = f"cpu_layer_{facts['processor'].split()[-1]}"
-        print(write_json(name, {"machine": facts, "rows": rows}))
-        draw(rows, facts, name)
+        report.report(write_json(name, {"machine": facts, "rows": rows}))
 
 
 if __name__ == "__main__":

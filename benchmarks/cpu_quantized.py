@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import report
 import torch
 from harness import (
     INSTRUCTIONS,
-    RESULTS,
     format_table,
     interleaved_ms,
     machine_facts,
@@ -46,7 +46,7 @@ SCHEMES = (
     *("int8_w8a16:channel", "fp8_w8a16:channel", "fp8_w8a16:block", "int8_w8a8", "fp8_channel"),
     "fp8_block",
 )
-NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 32, 4, 1024, 512
+NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = report.CPU_SIZES.values()
 NUM_LAYERS = 12  # of 25 MB and more
 PLAIN_CALLS = 3
 HOST_COLUMNS = 128
@@ -148,37 +148,6 @@ def run_case(
     return rows
 
 
-def draw(rows: list[dict[str, Any]], facts: dict[str, Any], name: str) -> None:
-    """Speed against bf16 by scheme, a group of bars a scheme, a bar a number of tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    tokens = sorted({row["num_tokens"] for row in rows})
-    schemes = list(dict.fromkeys(row["scheme"] for row in rows if row["scheme"]))
-    figure, panel = pyplot.subplots(figsize=(9, 4))
-    for number, M in enumerate(tokens):
-        found = {r["scheme"]: r["speed_against_bf16"] for r in rows if r["num_tokens"] == M}
-        width = 0.8 / len(tokens)
-        places = [i + (number - (len(tokens) - 1) / 2) * width for i in range(len(schemes))]
-        panel.bar(places, [found[s] for s in schemes], width, label=f"M = {M}")
-    panel.axhline(1, color="black", linestyle="dotted")
-    panel.set_xticks(range(len(schemes)), schemes, rotation=20, ha="right", fontsize=8)
-    panel.set_ylabel("times as fast as bf16")
-    widest = INSTRUCTIONS[facts["avx"]]
-    instructions = {"AMX": "AMX and AVX-512", "AVX512": "AVX-512"}.get(widest, widest)
-    panel.set_title(
-        f"One expert layer, E={NUM_EXPERTS} top_k={TOP_K} K={HIDDEN} I={INTERMEDIATE}, weights "
-        f"from memory\n{facts['processor']}, kernels for {instructions}, "
-        f"threads: {facts['threads']}",
-        fontsize=9,
-    )
-    panel.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
@@ -226,8 +195,7 @@ def measure(arguments: argparse.Namespace, layers: dict[str, list[Weights]], gb_
         print(facts)
         if arguments.write:
             name = f"cpu_quantized_{INSTRUCTIONS[avx]}"
-            print(write_json(name, {"machine": facts, "rows": found}))
-            draw(found, facts, name)
+            report.report(write_json(name, {"machine": facts, "rows": found}))
 
 
 if __name__ == "__main__":

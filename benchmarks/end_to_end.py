@@ -29,11 +29,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import end_to_end_report
+import report
 import torch
 from end_to_end_cases import IMPLEMENTATIONS, MODELS, Model
-from harness import RESULTS, relative_error
-from records import OURS, Results, merge
+from harness import relative_error
+from records import OURS, Results, add_options
 from torch import Tensor
 
 import moe_ops
@@ -311,10 +311,6 @@ def run(arguments: argparse.Namespace, results: Results, dry: bool) -> None:
             torch.cuda.empty_cache()
 
 
-def open_results(path: Path) -> Results:
-    return Results(path, end_to_end_report.key, end_to_end_report.order)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -326,20 +322,14 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, help="in place of each model's own number")
     parser.add_argument("--prefill", type=int, default=PREFILL, metavar="TOKENS")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON and plot")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", default=[])
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
+    add_options(parser)
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     # transformers calls cached functions in what we compile; the warning returns with every cell
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     if arguments.merge or arguments.report:
-        files = merge(arguments.merge, arguments.results, "end_to_end_*.json", open_results)
-        files += merge([], arguments.results, "prompts_*.json", open_results)
-        for results in files:
-            end_to_end_report.report(results, arguments.results)
-        return
+        kinds = "end_to_end", "prompts"
+        return report.merge_and_report(arguments.merge, arguments.results, *kinds)
     if arguments.dry_run:
         folder = Path(tempfile.mkdtemp(prefix="end_to_end_dry_run_"))
         vars(arguments).update(results=folder, batch=[1, 8], prefill=64, layers=2)
@@ -350,12 +340,12 @@ def main() -> None:
     else:
         where = torch.cuda.get_device_name().replace(" ", "_")
     kind = "end_to_end" if arguments.batch else "prompts"
-    results = open_results(arguments.results / f"{kind}_{where}.json")
+    results = report.open_results(arguments.results / f"{kind}_{where}.json")
     run(arguments, results, arguments.dry_run)
     if arguments.dry_run:
-        end_to_end_report.report(results, arguments.results)
+        report.report(results.path)
     else:
-        print(end_to_end_report.table(results))
+        report.show_models(results)
 
 
 if __name__ == "__main__":

@@ -61,11 +61,11 @@ from pathlib import Path
 from typing import Any
 
 import cases
-import expert_parallel_report
+import report
 import torch
 import torch.distributed as dist
-from harness import RESULTS, capture, interleaved_replays_us, relative_error
-from records import Results, merge
+from harness import capture, interleaved_replays_us, relative_error
+from records import add_options
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -78,7 +78,7 @@ from moe_ops.parallel.placement import Placement, shard_experts
 
 SHAPES = ("qwen3", "dsv3")
 TOKENS = (1, 8, 64, 128, 512, 4096, 8192)
-NAMES = expert_parallel_report.NAMES
+NAMES = report.SPREAD
 MAX_ERROR = 0.02
 FEW_TOKENS = 512  # of a rank; above, fewer calls are timed
 MAX_SETS = (8, 4)  # of routings, for few tokens and for more
@@ -482,26 +482,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--schemes", nargs="+", choices=schemes, default=["bf16", "fp8_block"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[*TOKENS], help="of one GPU")
     parser.add_argument("--peers", action="store_true", help="transformers 5.23 or later, too")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON and plots")
     parser.add_argument("--missing", action="store_true", help="only cases not measured so far")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", default=[])
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
+    add_options(parser)
     given = parser.parse_args()
     given.schemes = ["" if scheme == "bf16" else scheme for scheme in given.schemes]
     return given
 
 
-def open_results(path: Path) -> Results:
-    return Results(path, expert_parallel_report.key, expert_parallel_report.order)
-
-
 def main() -> int:
     given = parse()
     if given.merge or given.report:
-        for results in merge(given.merge, given.results, "expert_parallel_*.json", open_results):
-            expert_parallel_report.show([*results.rows.values()], results.runs)
-            expert_parallel_report.plot([*results.rows.values()], results.path.with_suffix(".png"))
+        report.merge_and_report(given.merge, given.results, "expert_parallel")
         return 0
     if "RANK" not in os.environ:
         raise SystemExit("start it by torchrun --nproc-per-node 2")
@@ -513,7 +504,7 @@ def main() -> int:
     with joined(given.dry_run) as job:
         copied = peer_copy_gb_s(job)
         gpu = torch.cuda.get_device_name().replace(" ", "_") if job.cuda else "cpu"
-        results = open_results(given.results / f"expert_parallel_{gpu}_x{job.size}.json")
+        results = report.open_results(given.results / f"expert_parallel_{gpu}_x{job.size}.json")
         run = results.begin(sys.argv, not job.cuda)
         machine = results.runs[run]["machine"]
         machine |= {"gpus": job.size} | copied
@@ -531,7 +522,7 @@ def main() -> int:
                 row["floor_us"] = floor_us(problem, machine)
                 results.add(row | {"run": run})
             if job.rank == 0:
-                expert_parallel_report.show(rows, results.runs)
+                report.show_spread(rows)
                 print(f"  {time.perf_counter() - start:.1f} s", flush=True)
                 results.write()  # a run that is cut short keeps what it has
             del problem

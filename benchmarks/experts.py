@@ -31,7 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import experts_report
+import report
 import torch
 import vllm_cutlass
 from cases import (
@@ -54,7 +54,6 @@ from cases import (
     oracle,
 )
 from harness import (
-    RESULTS,
     capture,
     interleaved_ms,
     interleaved_replays_us,
@@ -62,7 +61,7 @@ from harness import (
     summary,
 )
 from peers import DEFAULT, IMPLEMENTATIONS, Layer
-from records import OURS, Results, merge
+from records import OURS, Results, add_options
 from torch import Tensor
 
 from moe_ops.schemes import get_scheme
@@ -349,7 +348,7 @@ def run_all(arguments: argparse.Namespace, results: Results, run: str, dry: bool
                 rows, seconds = run_cell(cell, builders, floor, arguments, run, dry)
                 for row in rows:
                     results.add(row)
-                    measured.add(experts_report.key(row)[:4])
+                    measured.add(report.layer_key(row)[:4])
                 results.write()
                 print(describe_cell(case, floor, rows, seconds), flush=True)
                 for row in rows:
@@ -383,18 +382,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=list(DEFAULT))
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--checked-tokens", type=int, help="tokens whose errors are taken")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON and plots")
-    parser.add_argument("--missing", action="store_true", help="only cells not measured so far")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", default=[])
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--missing", action="store_true", help="only cases not measured so far")
+    add_options(parser)
     arguments = parser.parse_args(argv)
     arguments.schemes = ["" if name == "bf16" else name for name in arguments.schemes]
     return arguments
-
-
-def open_results(path: Path) -> Results:
-    return Results(path, experts_report.key, experts_report.order)
 
 
 def main() -> None:
@@ -403,30 +395,26 @@ def main() -> None:
     # transformers calls cached functions in what we compile; the warning returns with every cell
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     if arguments.merge or arguments.report:
-        files = merge(arguments.merge, arguments.results, "experts_*.json", open_results)
-        for results in files:
-            experts_report.report(results, arguments.results)
-        return
+        return report.merge_and_report(arguments.merge, arguments.results, "experts")
     if arguments.dry_run:
         vars(arguments).update(DRY_RUN, routing=list(ROUTINGS), only=list(IMPLEMENTATIONS))
         folder = Path(tempfile.mkdtemp(prefix="experts_dry_run_"))
-        results = open_results(folder / "experts_dry_run.json")
+        results = report.open_results(folder / "experts_dry_run.json")
     elif not torch.cuda.is_available():
         print("This benchmark needs a GPU; none found, nothing measured. --dry-run needs none.")
         return
     else:
         gpu = torch.cuda.get_device_name().replace(" ", "_")
-        results = open_results(arguments.results / f"experts_{gpu}.json")
+        results = report.open_results(arguments.results / f"experts_{gpu}.json")
     run = results.begin(sys.argv, arguments.dry_run)
     if vllm_cutlass.version():
         results.runs[run]["versions"]["vllm"] = vllm_cutlass.version()
     print(results.runs[run], flush=True)
     measured = run_all(arguments, results, run, arguments.dry_run)
     if arguments.dry_run:
-        experts_report.report(results, results.path.parent)
+        report.report(results.path)
     else:
-        print(experts_report.table(results, measured))
-        print(experts_report.means(results, measured))
+        report.show_layers(results, measured)
     print(results.path)
 
 

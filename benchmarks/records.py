@@ -3,15 +3,16 @@ up."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import gpu_limits, machine_facts, versions
+from harness import RESULTS, gpu_limits, machine_facts, versions
 
 import moe_ops
 
@@ -78,16 +79,12 @@ class Results:
         )
 
 
-def merge(
-    paths: Sequence[Path], folder: Path, pattern: str, open_results: Callable[[Path], Results]
-) -> list[Results]:
-    """Add files to those of the same names in `folder`; all of its results that match
-    `pattern`."""
-    for path in paths:
-        results = open_results(folder / path.name)
-        results.merge(path)
-        results.write()
-    return [open_results(path) for path in sorted(folder.glob(pattern))]
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What all benchmarks whose rows add up are told."""
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON and plots")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", default=[])
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
 
 
 def describe_run(command: list[str], dry: bool) -> dict[str, Any]:

@@ -40,10 +40,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
-import training_report
-from harness import RESULTS, interleaved_ms, versions
-from records import Results, merge
+from harness import interleaved_ms, versions
+from records import Results, add_options
 from torch import Tensor
 from training_cases import (
     ADAPTED,
@@ -149,7 +149,7 @@ def run_case(
     for row in rows:
         if "reason" not in row:
             name = row["implementation"]
-            for what in training_report.PASSES:
+            for what in report.PASSES:
                 row[f"{what}_ms"] = round(found[f"{name}/{what}"], 4)
             row["rounds"] = count
     return rows
@@ -164,7 +164,7 @@ def cases_of(given: argparse.Namespace, results: Results, run: str) -> list[Case
 
     def measured(case: Case, name: str) -> bool:
         row = {**asdict(case), "implementation": name}
-        return results.measured(training_report.key(row), run)
+        return results.measured(report.step_key(row), run)
 
     return [
         case
@@ -183,34 +183,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for JSON and plots")
     parser.add_argument("--missing", action="store_true", help="only cases not measured so far")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", default=[])
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
+    add_options(parser)
     return parser.parse_args()
-
-
-def open_results(path: Path) -> Results:
-    return Results(path, training_report.key, training_report.order)
-
-
-def report(results: Results) -> None:
-    """Print all rows, those of a case together, and draw plots beside the file."""
-    by_case: dict[Case, list[dict]] = {}
-    for row in results.rows.values():
-        case = Case(row["shape"], row["trains"], row["num_tokens"], row["scheme"])
-        by_case.setdefault(case, []).append(row)
-    for case, rows in by_case.items():
-        training_report.show(case, rows, None)
-    training_report.plots([*results.rows.values()], results.path.with_suffix(".png"))
 
 
 def main() -> int:
     given = parse()
     if given.merge or given.report:
-        for results in merge(given.merge, given.results, "training_*.json", open_results):
-            report(results)
+        report.merge_and_report(given.merge, given.results, "training")
         return 0
     # transformers calls cached functions in what we compile
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
@@ -222,14 +203,14 @@ def main() -> int:
     elif not cuda:
         raise SystemExit("training.py needs a GPU; --dry-run does not")
     gpu = torch.cuda.get_device_name().replace(" ", "_") if cuda else "cpu"
-    results = open_results(given.results / f"training_{gpu}.json")
+    results = report.open_results(given.results / f"training_{gpu}.json")
     run = results.begin(sys.argv, not cuda)
     results.runs[run]["versions"] |= versions(*DISTRIBUTIONS)
     rate = results.runs[run]["machine"].get("bf16_matmul_tflop_s")
     for case in environment.progress_bar(cases_of(given, results, run), "training"):
         start = time.perf_counter()
         rows = run_case(case, given.only, given.rounds, given.seconds, device)
-        training_report.show(case, rows, rate * 1e12 if rate else None)
+        report.show_steps(case, rows, rate * 1e12 if rate else None)
         print(f"  {time.perf_counter() - start:.1f} s", flush=True)
         for row in rows:
             results.add(row | {"run": run})

@@ -379,12 +379,11 @@ def main(argv: list[str] | None = None) -> int:
             "tools": results,
         }
         gpu = torch.cuda.get_device_name().replace(" ", "_")
-        kept = f"sanitizer_{'' if calls == 'cutlass' else f'{calls}_'}{gpu}"
-        before = RESULTS / f"{kept}.json"
+        before = RESULTS / f"sanitizer_{'' if calls == 'cutlass' else f'{calls}_'}{gpu}.json"
         known = json.loads(before.read_text()) if before.exists() else {}
         if name is not None and known.get("object") == name:
             facts["tools"] = known["tools"] | results
-        print(write_json(kept, facts))
+        print(write_json(before.stem, facts))
     lines = [
         [tool, result["exit"], result.get("found", "-"), len(result.get("kernels", [])),
          result["seconds"], "clean" if clean(result) else "NOT CLEAN"]

@@ -383,9 +383,9 @@ def test_torchs_scaled_grouped_mm_is_called_as_it_is_defined(modules, monkeypatc
 
 
 def test_every_implementation_can_be_drawn(modules):
-    import experts_report
+    import report
 
-    assert set(experts_report.NAMES) <= set(experts_report.STYLES)
+    assert set(report.NAMES) <= set(report.STYLES)
 
 
 def test_weights_of_all_schemes_are_quantized_in_parts(modules, monkeypatch):

@@ -48,7 +48,7 @@ def test_missing_leaves_out_what_the_same_sources_measured(training, tmp_path):
     runs = {"r": {"moe_ops_sources": "now"}, "old": {"moe_ops_sources": "before"}}
     rows = [row(8, "moe_ops", 1.0), row(8, "liger", 2.0), row(16, "moe_ops", 1.0, "old")]
     path.write_text(json.dumps({"runs": runs, "rows": [*rows, row(16, "liger", 2.0)]}))
-    results = training.open_results(path)
+    results = training.report.open_results(path)
     asked = {"shapes": ["qwen3"], "tokens": [8, 16], "trains": ["full"], "schemes": []}
     given = argparse.Namespace(**asked, missing=True, only=["moe_ops", "liger"])
     assert [case.num_tokens for case in training.cases_of(given, results, "r")] == [16]
@@ -57,15 +57,13 @@ def test_missing_leaves_out_what_the_same_sources_measured(training, tmp_path):
 
 
 def test_table_of_steps(training, tmp_path):
-    import training_doc
-
     path = tmp_path / "training_GPU.json"
     rows = [row(1024, "liger", 4), row(1024, "moe_ops", 2), row(1024, "sonicmoe", 1, "before")]
     path.write_text(json.dumps({"runs": {}, "rows": rows}))
-    assert training_doc.steps(path).splitlines() == [
+    assert training.report.steps(path).splitlines() == [
         "|  | T | moe_ops | Liger | SonicMoE |",
         "|---|---|---|---|---|",
         "| Qwen3 | 1024 | 2.00, **6.00** | 4.00, 12.0 | (1.00, 3.00) |",
     ]
     path.write_text(json.dumps({"runs": {}, "rows": []}))
-    assert training_doc.steps(path) is None
+    assert training.report.steps(path) is None
