@@ -13,7 +13,8 @@ import torch
 
 from moe_ops import backends
 from moe_ops.activations import NAMES, Activation
-from moe_ops.ops import library, relayout
+from moe_ops.ops import relayout
+from moe_ops.ops.backend import Backend
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import plan as plans
 from moe_ops.schemes import SCHEMES
@@ -37,9 +38,9 @@ QWEN3 = replace(LAYER, num_experts=128, hidden_size=2048, intermediate_size=768,
 QWEN3 = replace(QWEN3, top_k=8, scheme="fp8_block")
 
 
-def takes(backend: library.Backend, problem: Problem, machine: Machine) -> bool:
+def takes(backend: Backend, problem: Problem, machine: Machine) -> bool:
     """Whether it runs a problem, with weights in some layout."""
-    if problem.kind not in backend.ops:
+    if problem.kind not in backend.operators:
         return False
     return any(not backend.supports(p, machine) for p in relayout.variants(problem, backend.name))
 
@@ -58,13 +59,13 @@ def accepts() -> str:
     return "\n".join(lines)
 
 
-def where(backend: library.Backend, variants: list[str]) -> str:
+def where(backend: Backend, variants: list[str]) -> str:
     """The devices that run any of a scheme's variants, emulated ones in brackets."""
     found = []
     for name, machine in MACHINES.items():
         run = [v for v in variants if takes(backend, replace(LAYER, scheme=v), machine)]
         if run:
-            native = any(backend.native(v, machine) for v in run)
+            native = any(backend.takes.native(v, machine) for v in run)
             found.append(name if native else f"({name})")
     if len(found) == len(MACHINES) and len({text[0] == "(" for text in found}) == 1:
         return "all" if found[0][0] != "(" else "(all)"
@@ -75,12 +76,12 @@ def features() -> str:
     """What else a call may ask for, in some scheme and on some device."""
     plain_and_quantized = [replace(LAYER, scheme=scheme) for scheme in ("", *SCHEMES)]
 
-    def some(backend: library.Backend, **changes: object) -> bool:
+    def some(backend: Backend, **changes: object) -> bool:
         problems = [replace(problem, **changes) for problem in plain_and_quantized]  # type: ignore[arg-type]
         return any(takes(backend, p, machine) for p in problems for machine in MACHINES.values())
 
     def of(names: tuple[str, ...], change: Callable[[str], dict]) -> Callable:
-        def text(backend: library.Backend) -> str:
+        def text(backend: Backend) -> str:
             found = [name for name in names if some(backend, **change(name))]
             return "all" if len(found) == len(names) else ", ".join(found) or "-"
 
@@ -91,7 +92,7 @@ def features() -> str:
         rows = LAYER.intermediate_size * (2 if act.gated else 1)
         return {"activation": act, "num_rows": rows}
 
-    def layout(backend: library.Backend) -> str:
+    def layout(backend: Backend) -> str:
         natural, prepared = {}, {}  # schemes by device
         for name, machine in MACHINES.items():
             for p in plain_and_quantized:
@@ -108,7 +109,7 @@ def features() -> str:
 
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
     kinds = {"batched_experts": 0, "grouped_linear": 0}
-    rows: dict[str, Callable[[library.Backend], str]] = {
+    rows: dict[str, Callable[[Backend], str]] = {
         "hidden_states": of(tuple(dtypes), lambda name: {"dtype": dtypes[name]}),
         "activation": of(tuple(NAMES), activation),
         **{f"`{kind}`": lambda b, kind=kind: yes(some(b, kind=kind, top_k=0)) for kind in kinds},
@@ -117,7 +118,7 @@ def features() -> str:
         "`router_weight_on_input`": lambda b: yes(some(b, router_weight_on_input=True, top_k=1)),
         "hidden_states that arrive quantized": arriving,
         "strided weights": lambda b: yes(some(b, contiguous_weights=False)),
-        "gradients": lambda b: yes(b.differentiable),
+        "gradients": lambda b: yes(b.takes.differentiable),
         "layout of weights": layout,
     }
 
@@ -128,9 +129,9 @@ def features() -> str:
     return "\n".join(lines)
 
 
-def arriving(backend: library.Backend) -> str:
+def arriving(backend: Backend) -> str:
     """The schemes of which it takes an input that arrives quantized."""
-    families = dict.fromkeys([name.split(":")[0] for name in backend.quantized_input])
+    families = dict.fromkeys([name.split(":")[0] for name in backend.takes.quantized_input])
     every = {name.split(":")[0] for name, scheme in SCHEMES.items() if scheme.activation}
     missing = sorted(every - set(families))
     if len(missing) < len(families):

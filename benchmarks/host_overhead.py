@@ -23,7 +23,7 @@ from harness import format_table, machine_facts, write_json
 
 import moe_ops
 from moe_ops import activations, backends
-from moe_ops.ops import library
+from moe_ops.backend import Backend, register
 from moe_ops.ops.call import ExpertsCall, take_apart
 from moe_ops.planning import bind
 
@@ -42,18 +42,17 @@ class Case:
 CASES = (Case(1, ""), Case(64, ""), Case(1, "fp8_block"))
 
 
-def register_empty(like: library.Backend) -> None:
+def register_empty(like: Backend) -> None:
     """Add a backend "empty" that takes every problem, allocates as `like` does and runs
     nothing."""
-    empty = library.register(
+    empty = Backend(
         "empty",
-        available=lambda: None,
         supports=lambda problem, machine: [],
         workspace_shapes=like.workspace_shapes,
         launch={"experts": lambda args: None},
         devices=("CPU", "CUDA"),
     )
-    moe_ops.register_backend(empty)
+    moe_ops.register_backend(register(empty))
 
 
 def microseconds(
@@ -106,7 +105,7 @@ def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
     return [call, allocate, call_operator]
 
 
-def measure(device: torch.device, like: library.Backend, rounds: int) -> list[dict]:
+def measure(device: torch.device, like: Backend, rounds: int) -> list[dict]:
     """One row for each case."""
     functions = [calls_of(case, device) for case in CASES]
     in_turns = [function for calls in functions for function in calls]

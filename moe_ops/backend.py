@@ -3,7 +3,8 @@
 docs/add_a_backend.md builds one from these names, and the backends of this package are written
 against them, too.
 
-- `register` defines the operators and makes the `Backend` that `moe_ops.register_backend` takes.
+- `register` defines the operators of a `Backend`, which `moe_ops.register_backend` then takes. Its
+  facts are records: `Library`, `Takes`, `Exchanges`, and a `Claim` to be faster than others.
 - What its functions are asked about: `Problem`, `Machine`; what they answer: `Workspaces` of
   `Buffer`s, by the arithmetic `cdiv`, `round_up`, `maximum`, `minimum`.
 - What its launchers get: `ExpertsArgs`, `BatchedExpertsArgs`, `GroupedLinearArgs`. Of these
@@ -27,9 +28,10 @@ from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.workspace import carve, cdiv, maximum, minimum, round_up
 from moe_ops.numerics.permute import local_ids
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+from moe_ops.ops.backend import Backend, Claim, Exchanges, Library, Shortcut, Takes
 from moe_ops.ops.chunks import batched_chunks, chunks
 from moe_ops.ops.exchange import gathered, has_own_rows, sends_quantized
-from moe_ops.ops.library import Backend, Shortcut, register
+from moe_ops.ops.library import register
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.ops.relayout import Relayout
 
@@ -43,13 +45,17 @@ __all__ = [
     "Backend",
     "BatchedExpertsArgs",
     "Buffer",
+    "Claim",
+    "Exchanges",
     "ExpertsArgs",
     "GroupedLinearArgs",
     "Lazy",
+    "Library",
     "Machine",
     "Problem",
     "Relayout",
     "Shortcut",
+    "Takes",
     "Workspaces",
     "activations",
     "batched_chunks",

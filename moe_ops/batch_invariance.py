@@ -2,7 +2,7 @@
 
 With it a token's row of the output has the same bits whatever other tokens are in its batch:
 docs/reproducibility.md says what that holds for. Which backend keeps it for which call is theirs
-to say (`Backend.batch_invariant`); planning/plan.py asks them.
+to say (`Takes.depends_on_batch`); planning/plan.py asks them.
 """
 
 from __future__ import annotations

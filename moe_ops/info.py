@@ -87,9 +87,9 @@ def facts() -> dict[str, Any]:
         "backends": backends,
         "takes": takes,
         "newer_than_tested": {
-            backend.distribution: backend.newest_tested
+            backend.library.distribution: backend.library.newest_tested
             for backend in backends_module.BACKENDS
-            if backend.untested_version
+            if backend.library.untested_version
         },
         "cpu_kernel": cpu.why_not(),
         "kernels": {"cpu": cpu.origin(), **cutlass.origins()},
@@ -127,7 +127,7 @@ def explain(
             {
                 "tokens": tokens,
                 "backend": chosen.name,
-                "native": not chosen.emulates(problem, plan.machine),
+                "native": not chosen.takes.emulates(problem, plan.machine),
                 "workspace_bytes": sum(_num_bytes(buffer) for buffer in buffers),
                 "chunks": plan.num_chunks(tokens),
             }
@@ -320,7 +320,7 @@ def _backends() -> tuple[dict[str, str | None], dict[str, dict[str, list[str]]]]
         # of each family of schemes that it takes: whether weights are as they are
         natural: dict[str, bool] = {}
         refusals: list[list[str]] = []
-        for scheme in (*backend.native_schemes, *schemes.SCHEMES):
+        for scheme in (*backend.takes.native_schemes, *schemes.SCHEMES):
             for problem in relayout.variants(replace(layer, scheme=scheme), backend.name):
                 reasons = plans.why_not(backend, problem, here)
                 refusals.append(reasons)

@@ -3,7 +3,7 @@ timed.
 
 A layer is warmed by running it: once for each number of tokens, on random hidden states, with its
 own router and weights. So every kernel, tier and specialisation is the one that real calls meet.
-What a library tunes beyond that is the business of its backend's `warm` (library.Backend), inside
+What a library tunes beyond that is the business of its backend's `warm` (ops/backend), inside
 of which its calls run here and nowhere else.
 """
 
@@ -168,8 +168,8 @@ class _Warming(TorchDispatchMode):
         if served is not None:
             backend, rows = served
             self.backends[backend.name] = None
-            if backend.warm is not None:
-                with backend.warm(rows):
+            if backend.library.warm is not None:
+                with backend.library.warm(rows):
                     func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

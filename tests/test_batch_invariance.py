@@ -20,6 +20,7 @@ import moe_ops
 from moe_ops import activations
 from moe_ops import batch_invariance as switch
 from moe_ops.autograd import training
+from moe_ops.backend import Takes
 from moe_ops.backends.torch import cpu, grouped_mm, layer
 from moe_ops.numerics.sums import add_by_tree
 from moe_ops.ops import library, memory
@@ -775,7 +776,7 @@ def test_backends_of_others_are_refused_unless_they_say_more():
     refused = pytest.raises(ValueError, match="not shown to be batch invariant")
     with outside.registered(outside.dense()) as other, refused:
         moe_ops.explain(x, w13, w2, ids, backend=other.name, batch_invariant=True)
-    says = dataclasses.replace(outside.dense(), batch_invariant=lambda problem, machine: [])
+    says = dataclasses.replace(outside.dense(), takes=Takes(depends_on_batch=lambda p, m: []))
     with outside.registered(says):
         plan = moe_ops.explain(x, w13, w2, ids, backend=says.name, batch_invariant=True)
         assert plan.tiers == ((-1, says),)

@@ -14,6 +14,7 @@ import torch
 from moe_ops import backends as backends_module
 from moe_ops import environment, info
 from moe_ops.activations import resolve
+from moe_ops.backend import Library, Takes
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.torch import cpu
 from moe_ops.csrc import build
@@ -40,7 +41,7 @@ def fake_backend(name, bytes_per_token, **changes):
     return dataclasses.replace(
         backends_module.BACKENDS[0],
         name=name,
-        available=lambda: None,
+        library=Library(),
         supports=lambda problem, machine: [],
         workspace_shapes=workspace_shapes,
         **changes,
@@ -52,8 +53,8 @@ def two_backends(monkeypatch):
     """`narrow` measured fastest up to 16 tokens, `wide` beyond; each knows another scheme
     natively."""
     backends = (
-        fake_backend("narrow", 128, native_schemes=("fp8_block",)),
-        fake_backend("wide", 512, native_schemes=()),
+        fake_backend("narrow", 128, takes=Takes(native_schemes=("fp8_block",))),
+        fake_backend("wide", 512, takes=Takes()),
     )
     monkeypatch.setattr(backends_module, "BACKENDS", backends)
     monkeypatch.setattr(plans, "_measured", lambda *key: ((16, "narrow"), (-1, "wide")))
@@ -89,7 +90,7 @@ def test_explain_of_a_named_backend_and_emulation(two_backends):
 
 
 def test_explain_tells_chunks(two_backends, monkeypatch):
-    chunked = [dataclasses.replace(backend, chunked=True) for backend in two_backends]
+    chunked = [dataclasses.replace(backend, takes=Takes(chunked=True)) for backend in two_backends]
     monkeypatch.setattr(backends_module, "BACKENDS", tuple(chunked))
     # 22 * 1536 bytes and more of each of 1024 tokens
     memory = 22 * 3 * 512 * 1024
@@ -115,8 +116,7 @@ def test_facts_tell_what_is_missing(monkeypatch):
     missing = dataclasses.replace(
         backends_module.BACKENDS[0],
         name="missing",
-        available=lambda: "pip install it",
-        interpreted=False,
+        library=Library(available=lambda: "pip install it"),
     )
     monkeypatch.setattr(backends_module, "BACKENDS", (missing, *backends_module.BACKENDS))
     found = info.facts()
@@ -155,7 +155,10 @@ def test_facts_tell_what_runs_without_a_gpu(monkeypatch):
         (True, "runs in an interpreter on a CPU: only when named"),
     ):
         monkeypatch.setattr("moe_ops.backends.triton.backend.INTERPRETED", interpreted)
-        backends = (dataclasses.replace(triton, interpreted=interpreted), torch_backend)
+        backends = (
+            dataclasses.replace(triton, library=Library(interpreted=interpreted)),
+            torch_backend,
+        )
         monkeypatch.setattr(backends_module, "BACKENDS", backends)
         found = info.facts()
         assert found["backends"] == {"triton": reason, "torch": None}

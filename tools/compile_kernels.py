@@ -357,7 +357,7 @@ def refused(call: AnyCall, arch: Arch) -> list[str]:
         fits = isinstance(arch, int) and arch >= 90
         return [] if fits else ["torch's grouped product needs compute capability 9.0"]
     machine, backend = machine_of(arch, call.backend), backends.named(call.backend)
-    if call.arrives and call.scheme not in backend.quantized_input:
+    if call.arrives and call.scheme not in backend.takes.quantized_input:
         return ["takes no input that arrives quantized"]
     return backend.supports(problem_of(call), machine)
 

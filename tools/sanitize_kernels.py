@@ -209,7 +209,10 @@ def grouped_products(device: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "products of rows: activated with biases", out, F.silu(h[:, : I // 2]) * h[:, I // 2 :]
 
 
-def run_calls(device: str, schemes: tuple[str, ...] = ("", *BACKEND.native_schemes)) -> Report:
+SCHEMES = ("", *BACKEND.takes.native_schemes)
+
+
+def run_calls(device: str, schemes: tuple[str, ...] = SCHEMES) -> Report:
     """Run every call that backend cutlass takes on this device."""
     calls: list[str] = []
     kernels: list[str] = []

@@ -14,11 +14,12 @@ import moe_ops.backends.torch.backend  # noqa: F401
 # isort: on
 from moe_ops.checks import check_one_of
 from moe_ops.ops import library
+from moe_ops.ops.backend import Backend
 
-BACKENDS: tuple[library.Backend, ...] = library.registered()
+BACKENDS: tuple[Backend, ...] = library.registered()
 
 
-def named(name: str) -> library.Backend:
+def named(name: str) -> Backend:
     """The backend of a name, which must not be "auto"."""
     for candidate in BACKENDS:
         if candidate.name == name:
@@ -39,5 +40,5 @@ def list_backends() -> tuple[str, ...]:
 
 def distributions() -> tuple[str, ...]:
     """What pip calls the libraries of all backends."""
-    names = [backend.distribution for backend in BACKENDS if backend.distribution]
+    names = [b.library.distribution for b in BACKENDS if b.library.distribution]
     return tuple(dict.fromkeys(names))

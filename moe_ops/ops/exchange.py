@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.backend import Exchanges
 
 
 class Opened(Protocol):
@@ -95,10 +96,11 @@ def gathered(args: ExpertsArgs) -> ExpertsArgs:
     return args._replace(hidden_states=exchange.gather(x))
 
 
-def over_ranks(launch: Callable[[ExpertsArgs], None], sends: bool, adds: bool) -> Callable:
+def over_ranks(launch: Callable[[ExpertsArgs], None], does: Exchanges) -> Callable:
     """A launcher that also serves calls with an exchange. What it does not do by itself, send
     tokens or add up outputs, is a step before or behind it; and both are if they run in chunks.
     """
+    sends, adds = bool(does.sends_rows), does.adds_ranks
 
     def run(args: ExpertsArgs) -> None:
         if not args.exchange:

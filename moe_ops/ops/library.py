@@ -15,22 +15,20 @@ import ast
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, get_type_hints
+from dataclasses import replace
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moe_ops import environment
 from moe_ops.environment import when_imported
 from moe_ops.meta import fake, flops
 from moe_ops.ops import memory, transforms
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, Scale
+from moe_ops.ops.backend import Backend, Operator
 from moe_ops.ops.exchange import over_ranks
-from moe_ops.ops.problem import Machine, Problem, Workspaces
-from moe_ops.ops.relayout import RELAYOUTS, Relayout
+from moe_ops.ops.relayout import RELAYOUTS
 from moe_ops.schemes import get_scheme, schemes_of_layer
 
 LIB = torch.library.Library("moe_ops", "DEF")
@@ -202,204 +200,38 @@ def _parse_options(
     return tuple([float(options[n]) if n in floats else options[n] for n in names])
 
 
-def _not_shown(problem: Problem, machine: Machine) -> list[str]:
-    """Of a backend that says nothing about batch invariance."""
-    return ["not shown to be batch invariant"]
+def register(backend: Backend) -> Backend:
+    """Define `moe_ops::<name>_<kind>` for every kind in `backend.launch`.
 
-
-class Shortcut(NamedTuple):
-    """What runs calls that differ from one in values, addresses, rows and their strides alone, at
-    most so many rows: (call, M, addresses of all tensors of the op's arguments that are given, in
-    order) -> out. The dispatcher would take their tensors to the kernel as they are.
-    """
-
-    most_rows: int
-    run: Callable[[Any, int, Sequence[int]], Tensor]
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One registered backend. `launch` and `ops` are keyed by `Problem.kind`."""
-
-    name: str
-    available: Callable[[], str | None]  # None, or why not and what to install
-    supports: Callable[[Problem, Machine], list[str]]  # reasons why not; empty means yes
-    workspace_shapes: Callable[[int, Problem], Workspaces]  # first argument: M (or T, or S)
-    launch: dict[str, Callable]
-    ops: dict[str, Callable]
-    kernels: dict[
-        str, dict[str, Callable]
-    ]  # kind -> device type -> what runs there below the dispatcher, called from a plan
-    differentiable: bool = False
-    native_schemes: tuple[str, ...] = ()  # schemes run without dequantizing to a wider product
-    interpreted: bool = False  # on a CPU: by an interpreter, for tests; never chosen by "auto"
-    native_capability: tuple[int, int] = (0, 0)  # least one that multiplies fp8 activations
-    # what `moe_ops.warmup` enters around a call of so many rows: there a library may tune, and
-    # save what it found
-    warm: Callable[[int], AbstractContextManager] | None = None
-    relayouts: tuple[Relayout, ...] = ()  # what `prepare` can do for it
-    distribution: str = ""  # what pip calls its library
-    # rows an expert has on average from which "auto" takes it where it was not timed, in the place
-    # of all that are registered before it; None: never for that
-    faster_from: Callable[[Problem], int | None] | None = None
-    # and rows from which the last one of those is faster again, if that one names some as well
-    faster_to: Callable[[Problem], int | None] | None = None
-    # kernels of its own that it must do without here, and why: `explain` says so
-    missing_kernels: Callable[[Problem, Machine], list[str]] | None = None
-    newest_tested: str = ""  # the newest version of its distribution that its tests ran with
-    # its launchers run calls of more than `chunk_rows` rows in chunks (ops/chunks.py); only then
-    # are its workspaces bounded
-    chunked: bool = False
-    # bytes that its library allocates by itself for so many rows, beside the workspaces
-    library_bytes: Callable[[int, Problem], int] | None = None
-    # schemes of which it takes an input that arrives quantized
-    quantized_input: tuple[str, ...] = ()
-    # its launcher of experts adds up the outputs of ranks itself (ops/exchange.py)
-    adds_ranks: bool = False
-    # and of these schemes, in their natural layout, it takes this rank's tokens, which it sends to
-    # the others (`has_own_rows` there)
-    sends_rows: tuple[str, ...] = ()
-    # why "auto" leaves it out on a machine where a call that names it would first build it, for
-    # minutes; None where it is built
-    unbuilt: Callable[[Machine], str | None] | None = None
-    # reasons why a token's row may depend on its batch (`Problem.batch_invariant`) or differ from
-    # that of another backend that takes the problem; empty: never
-    batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown
-    # whether kernels here decode a scheme that is not in `native_schemes` as they multiply
-    decodes: Callable[[Problem, Machine], bool] | None = None
-    # the shortcut past its launcher of calls like that of an argument tuple, which has no
-    # workspaces, if there is one: tensors of the same types, sizes but M, and strides (of those
-    # with M, of columns of stride 1)
-    shortcut: Callable[[Any], Shortcut | None] | None = None
-    # whether `supports` is asked about layers whose w13 and w2 have different schemes; else they
-    # are refused
-    two_schemes: bool = False
-
-    @property
-    def untested_version(self) -> str | None:
-        """What to say of a distribution that is newer than tested; None of others."""
-        if not (self.distribution and self.newest_tested):
-            return None
-        return environment.newer_than_tested(self.distribution, self.newest_tested)
-
-    def native(self, scheme: str, machine: Machine) -> bool:
-        """Whether products on `machine` are those of the scheme's own formats, not emulated; of a
-        layer's two schemes, of both.
-        """
-        return all([self._native(one, machine) for one in schemes_of_layer(scheme)])
-
-    def _native(self, scheme: str, machine: Machine) -> bool:
-        if not scheme:
-            return True
-        if scheme not in self.native_schemes:
-            return False
-        activation = get_scheme(scheme).activation
-        if activation is None or activation.dtype == "int8":  # any tensor core multiplies int8
-            return True
-        return not machine.capability < self.native_capability  # Dynamo of torch 2.11 has no >=
-
-    def emulates(self, problem: Problem, machine: Machine) -> bool:
-        """Whether a call on `machine` multiplies dequantized copies of its operands."""
-        decodes = self.decodes is not None and self.decodes(problem, machine)
-        return not (decodes or self.native(problem.scheme, machine))
-
-
-def register(
-    name: str,
-    *,
-    available: Callable[[], str | None],
-    supports: Callable[[Problem, Machine], list[str]],
-    workspace_shapes: Callable[[int, Problem], Workspaces],
-    launch: dict[str, Callable],
-    devices: tuple[str, ...],
-    differentiable: bool = False,
-    native_schemes: tuple[str, ...] = (),
-    interpreted: bool = False,
-    native_capability: tuple[int, int] = (0, 0),
-    warm: Callable[[int], AbstractContextManager] | None = None,
-    relayouts: tuple[Relayout, ...] = (),
-    distribution: str = "",
-    faster_from: Callable[[Problem], int | None] | None = None,
-    faster_to: Callable[[Problem], int | None] | None = None,
-    missing_kernels: Callable[[Problem, Machine], list[str]] | None = None,
-    newest_tested: str = "",
-    chunked: bool = False,
-    library_bytes: Callable[[int, Problem], int] | None = None,
-    quantized_input: tuple[str, ...] = (),
-    adds_ranks: bool = False,
-    sends_rows: tuple[str, ...] = (),
-    unbuilt: Callable[[Machine], str | None] | None = None,
-    batch_invariant: Callable[[Problem, Machine], list[str]] = _not_shown,
-    decodes: Callable[[Problem, Machine], bool] | None = None,
-    shortcut: Callable[[Any], Shortcut | None] | None = None,
-    two_schemes: bool = False,
-) -> Backend:
-    """Define `moe_ops::<name>_<kind>` for every kind in `launch` and return the backend.
-
-    Args:
-        launch: kind -> function of one argument tuple; imports its library when first called.
-        devices: dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose,
-            so that a missing kernel is an error and not a silent use of the fake.
-        warm: see `Backend`. What it saves goes below `environment.cache_folder()`.
-        relayouts, distribution, faster_from, faster_to, missing_kernels: see `Backend`.
-        newest_tested, chunked, library_bytes, quantized_input, adds_ranks, sends_rows, unbuilt:
-            see `Backend`.
-        batch_invariant: see `Backend`; without it, calls that ask for it are refused.
-        decodes, shortcut, two_schemes: see `Backend`.
+    Returns:
+        the backend with its `operators`; its launcher of experts serves exchanges, too.
 
     Raises:
-        ValueError: `name` is no identifier, or taken; a kind of `launch` or a key of `devices`
+        ValueError: the name is no identifier, or taken; a kind of `launch` or a key of `devices`
             does not exist. Nothing is defined then.
     """
+    name, launch, devices = backend.name, backend.launch, backend.devices
     _check_new(name, launch, devices)
-    ops, kernels = {}, {}
     if "experts" in launch and name != "auto":  # whose backends do
-        run = over_ranks(launch["experts"], bool(sends_rows), adds_ranks)
+        run = over_ranks(launch["experts"], backend.exchanges)
         launch = launch | {"experts": run}
+    keys = (*devices, "CPU") if backend.library.interpreted else devices
+    operators = {}
     for kind_name, function in launch.items():
         kind = KINDS[kind_name]
         op_name = f"{name}_{kind_name}"
-        ops[kind_name] = _define(op_name, schema(kind.args))
-        keys = (*devices, "CPU") if interpreted else devices
-        kernels[kind_name] = {key.lower(): _entry(function, kind, key, True) for key in keys}
+        op = _define(op_name, schema(kind.args))
+        kernels = {key.lower(): _entry(function, kind, key, True) for key in keys}
+        operators[kind_name] = Operator(op, kernels)
         for key in keys:
             kernel = in_memory(_entry(function, kind, key, False), op_name)
             LIB.impl(op_name, below_autograd(kernel), key)
         torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
         _count_flops(op_name, _flops(kind))
-    backend = Backend(
-        name,
-        available,
-        supports,
-        workspace_shapes,
-        launch,
-        ops,
-        kernels,
-        differentiable,
-        native_schemes,
-        interpreted,
-        native_capability,
-        warm,
-        relayouts,
-        distribution,
-        faster_from,
-        faster_to,
-        missing_kernels,
-        newest_tested,
-        chunked,
-        library_bytes,
-        quantized_input,
-        adds_ranks,
-        sends_rows,
-        unbuilt,
-        batch_invariant,
-        decodes,
-        shortcut,
-        two_schemes,
-    )
+    backend = replace(backend, launch=launch, operators=operators)
     if name != "auto":
         _registered.append(backend)
-        RELAYOUTS[name] = relayouts
+        RELAYOUTS[name] = backend.relayouts
     return backend
 
 

@@ -47,7 +47,7 @@ def why_not_quantized(
         return f"{columns} columns do not fill bytes"
     if weight.weight_layout:
         return f"weights in layout {weight.weight_layout!r} may take rows as they are alone"
-    if backend != "auto" and name not in backends.named(backend).quantized_input:
+    if backend != "auto" and name not in backends.named(backend).takes.quantized_input:
         return f"backend {backend!r} takes no quantized rows for scheme {name!r}"
     return None
 
@@ -58,7 +58,7 @@ def pays_later(scheme: str, layout: str = "", backend: str = "auto") -> bool:
     By what all ranks have alike, since all must send rows behind their routing, or none.
     """
     found = backends.BACKENDS if backend == "auto" else (backends.named(backend),)
-    return not layout and any([scheme in one.sends_rows for one in found])
+    return not layout and any([scheme in one.exchanges.sends_rows for one in found])
 
 
 def quantizes_later(scheme: str, columns: int) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 from moe_ops import backends
 from moe_ops.backends.torch.backend import workspace_shapes
 from moe_ops.ops import library
+from moe_ops.ops.backend import Backend
 
 
-def _parse(text: str) -> tuple[tuple[int, library.Backend], ...]:
+def _parse(text: str) -> tuple[tuple[int, Backend], ...]:
     pairs = [tier.split(":") for tier in text.split(",")]
     return tuple([(int(limit), backends.named(name)) for limit, name in pairs])
 
@@ -37,7 +38,7 @@ def _launch_auto(kind: str, rows_of: int) -> Callable[[Any], None]:
     return launch
 
 
-def _of_rows(tiers: tuple[tuple[int, library.Backend], ...], rows: int) -> library.Backend:
+def _of_rows(tiers: tuple[tuple[int, Backend], ...], rows: int) -> Backend:
     """The backend of the tier that so many rows fall into."""
     for limit, backend in tiers:
         if limit < 0 or rows <= limit:
@@ -49,23 +50,24 @@ _ROWS_OF = {"experts": 0, "batched_experts": 1, "grouped_linear": 0}
 
 
 AUTO = library.register(
-    "auto",
-    available=lambda: None,
-    supports=lambda problem, machine: [],
-    workspace_shapes=workspace_shapes,
-    launch={kind: _launch_auto(kind, rows_of) for kind, rows_of in _ROWS_OF.items()},
-    devices=library.TORCH_DEVICES,
+    Backend(
+        "auto",
+        supports=lambda problem, machine: [],
+        workspace_shapes=workspace_shapes,
+        launch={kind: _launch_auto(kind, rows_of) for kind, rows_of in _ROWS_OF.items()},
+        devices=library.TORCH_DEVICES,
+    )
 )
 
 
-def served_by(op: Any, values: Sequence[Any]) -> tuple[library.Backend, int] | None:
+def served_by(op: Any, values: Sequence[Any]) -> tuple[Backend, int] | None:
     """The backend that runs an operator called with these arguments, and their number of rows.
 
     None for operators of no backend: routers, training products.
     """
     for backend in (*backends.BACKENDS, AUTO):
-        for kind, known in backend.ops.items():
-            if known == op:
+        for kind, known in backend.operators.items():
+            if known.op == op:
                 rows = values[0].shape[_ROWS_OF[kind]]
                 if backend is AUTO:
                     backend = _of_rows(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
 from moe_ops.ops import library, transforms
+from moe_ops.ops.backend import Shortcut
 from moe_ops.ops.call import Call, refuse_lost
 from moe_ops.ops.library import current_device, dispatcher_is_idle
 from moe_ops.ops.memory import EMPTY_STRIDED, addressable
@@ -80,7 +81,7 @@ class BoundPlan:
                 return alone
         return self
 
-    def shortcut(self, call: Call) -> library.Shortcut | None:
+    def shortcut(self, call: Call) -> Shortcut | None:
         """What runs calls with tensors like these by their addresses, where the backend has such
         a way.
         """
@@ -125,7 +126,7 @@ class _Guarded(NamedTuple):
     check: Callable[..., bool]
     bound: BoundPlan
     check_rows: Callable[[Call], None]  # where there is a shortcut
-    shortcut: library.Shortcut | None
+    shortcut: Shortcut | None
 
 
 class _Alike(NamedTuple):

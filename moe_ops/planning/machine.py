@@ -17,7 +17,7 @@ def _machine_facts(device_type: str, index: int) -> tuple:
 
 
 def _find_machine_facts(device_type: str, index: int) -> tuple:
-    available = tuple([b.name for b in backends.BACKENDS if b.available() is None])
+    available = tuple([b.name for b in backends.BACKENDS if b.library.available() is None])
     if device_type != "cuda":
         return (device_type, (0, 0), "", available, TRITON, "", 0)
     properties = torch.cuda.get_device_properties(index)

@@ -17,6 +17,7 @@ from moe_ops import backends
 from moe_ops.environment import constant
 from moe_ops.meta.workspace import cdiv, maximum, minimum
 from moe_ops.ops import library
+from moe_ops.ops.backend import Backend, Claim, Operator
 from moe_ops.ops.chunks import ALIGNMENT, experts_of_chunk
 from moe_ops.ops.exchange import sends_quantized
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
@@ -39,7 +40,7 @@ class Plan:
 
     problem: Problem
     machine: Machine
-    tiers: tuple[tuple[int, library.Backend], ...]
+    tiers: tuple[tuple[int, Backend], ...]
     refused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     basis: str = ""  # of the tiers: "measured", "heuristic", or "" where there was no choice
     chunk_rows: int = 0  # rows that the workspaces hold; larger calls run in chunks. 0: all rows
@@ -53,17 +54,19 @@ class Plan:
     @property
     def op(self) -> Callable:
         """The registered op of this plan."""
-        if len(self.tiers) == 1:
-            return self.tiers[0][1].ops[self.problem.kind]
-        return AUTO.ops[self.problem.kind]
+        return self._operator.op
 
     @property
     def kernel(self) -> Callable | None:
         """What the dispatcher calls for that op on this plan's device; None where it is asked,
         as on the meta device, where that is a fake.
         """
+        return self._operator.kernels.get(self.machine.device_type)
+
+    @property
+    def _operator(self) -> Operator:
         backend = self.tiers[0][1] if len(self.tiers) == 1 else AUTO
-        return backend.kernels[self.problem.kind].get(self.machine.device_type)
+        return backend.operators[self.problem.kind]
 
     @property
     def tiers_text(self) -> str:
@@ -108,9 +111,9 @@ class Plan:
         total = sum([_bytes(buffer) for buffer in self.workspace_shapes(M)])
         rows = min(M, self.chunk_rows) if self.chunk_rows else M
         more = [
-            backend.library_bytes(rows if limit < 0 else min(rows, limit), self.problem)
+            backend.library.own_bytes(rows if limit < 0 else min(rows, limit), self.problem)
             for limit, backend in self.tiers
-            if backend.library_bytes is not None
+            if backend.library.own_bytes is not None
         ]
         return total + max(more, default=0)
 
@@ -126,7 +129,7 @@ class Plan:
     @property
     def differentiable(self) -> bool:
         """Whether gradients can flow."""
-        return all([backend.differentiable for _, backend in self.tiers])
+        return all([backend.takes.differentiable for _, backend in self.tiers])
 
     def workspace_shapes(self, M: int) -> Workspaces:
         """Shapes and dtypes of the workspaces; M tokens (T for batched, S rows for linear)."""
@@ -177,7 +180,7 @@ class Plan:
         for limit, backend in self.tiers:
             reach = f"M >= {low}" if limit < 0 else f"M in {low}..{limit}"
             how = " (emulated: operands dequantized, products in a wider type)"
-            emulated = backend.emulates(self.problem, m)
+            emulated = backend.takes.emulates(self.problem, m)
             lines.append(f"  {reach}: {backend.name}{how if emulated else ''}")
             low = limit + 1
         if self.basis == "measured":
@@ -185,11 +188,11 @@ class Plan:
         elif self.basis and m.gpu_name:
             lines.append("  chosen by a heuristic: this problem was not measured on this GPU")
         for _, backend in self.tiers:
-            if backend.missing_kernels is not None:
-                for reason in backend.missing_kernels(self.problem, m):
+            if backend.library.missing_kernels is not None:
+                for reason in backend.library.missing_kernels(self.problem, m):
                     lines.append(f"  {backend.name} runs without some of its kernels: {reason}")
-            if backend.untested_version:
-                lines.append(f"  {backend.untested_version}")
+            if backend.library.untested_version:
+                lines.append(f"  {backend.library.untested_version}")
         for M in (1, 64, 4096):
             parts = self.num_chunks(M)
             chunks = f" in {parts} chunks" if parts > 1 else ""
@@ -206,7 +209,7 @@ class Plan:
         times = lookup.backend_times(*_table_key(self.problem, self.machine))
         names = [b.name for b in backends.BACKENDS if any(b.name in us for _, us in times)]
         others = [backend for _, backend in self.tiers if backend.name not in names]
-        claimed = [b.name for b in others if _faster_from(b, self.problem) is not None]
+        claimed = [b.name for b in others if _claim(b, self.problem) is not None]
         lines = ["  measured, us a layer:", "".join([f"  {name:>10}" for name in ("M", *names)])]
         for M, us in times:
             cells = [f"{us[name]:.1f}" if name in us else "-" for name in names]
@@ -244,7 +247,7 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
             refused.append((candidate.name, tuple(reasons)))
         else:
             accepted.append(candidate)
-    native = [b.native(problem.scheme, machine) for b in accepted]  # those come first
+    native = [b.takes.native(problem.scheme, machine) for b in accepted]  # those come first
     accepted = [
         b for want in (True, False) for b, is_ in zip(accepted, native, strict=True) if is_ == want
     ]
@@ -273,7 +276,7 @@ def _bounded(plan: Plan) -> Plan:
     problem, most = plan.problem, plan.max_workspace_bytes
     if not most or problem.kind == "grouped_linear" or problem.needs_grad:
         return plan
-    if not all([backend.chunked for _, backend in plan.tiers]):
+    if not all([backend.takes.chunked for _, backend in plan.tiers]):
         return plan
     whole = plan
     if problem.kind == "batched_experts":
@@ -302,14 +305,12 @@ def _bounded(plan: Plan) -> Plan:
     )
 
 
-_Tiers = tuple[tuple[int, library.Backend], ...]
+_Tiers = tuple[tuple[int, Backend], ...]
 
 
-def _measured_tiers(
-    problem: Problem, machine: Machine, accepted: Sequence[library.Backend]
-) -> _Tiers:
+def _measured_tiers(problem: Problem, machine: Machine, accepted: Sequence[Backend]) -> _Tiers:
     """The tiers that follow from measured times of the accepted backends; () without any."""
-    tiers: list[tuple[int, library.Backend]] = []
+    tiers: list[tuple[int, Backend]] = []
     names = tuple([candidate.name for candidate in accepted])
     for limit, name in _measured(*_table_key(problem, machine), names):
         for candidate in accepted:
@@ -323,27 +324,27 @@ def _measured_tiers(
     return tuple(tiers)
 
 
-def _faster_from(backend: library.Backend, problem: Problem) -> int | None:
-    """Rows an expert from which a backend says that it is faster; None if it says nothing."""
-    return None if backend.faster_from is None else backend.faster_from(problem)
+def _claim(backend: Backend, problem: Problem) -> Claim | None:
+    """From where on a backend is faster where it was not timed; None: nowhere."""
+    return None if backend.claim is None else backend.claim(problem)
 
 
-def _claimed(problem: Problem, tiers: _Tiers, candidate: library.Backend) -> _Tiers:
+def _claimed(problem: Problem, tiers: _Tiers, candidate: Backend) -> _Tiers:
     """`tiers` with a backend that was not timed in the place of others, from as many rows an
     expert on as it says that it is faster from. Rows that it gives back are run as before, if the
     last of `tiers` claims such as well.
     """
-    rows = _faster_from(candidate, problem)
-    if rows is None:
+    claim, of_last = _claim(candidate, problem), _claim(tiers[-1][1], problem)
+    if claim is None:
         return tiers
     end, behind = -1, tiers[:0]
-    to = None if candidate.faster_to is None else candidate.faster_to(problem)
-    last_from = _faster_from(tiers[-1][1], problem)
-    if to is not None and last_from is not None and max(to, last_from) > rows:
-        end = _fewer(problem, max(to, last_from))
-        behind = tuple([tier for tier in tiers if tier[0] < 0 or tier[0] > end])
-    fewer = _fewer(problem, rows)
-    kept: list[tuple[int, library.Backend]] = []
+    if claim.until is not None and of_last is not None:
+        until = max(claim.until, of_last.since)
+        if until > claim.since:
+            end = _fewer(problem, until)
+            behind = tuple([tier for tier in tiers if tier[0] < 0 or tier[0] > end])
+    fewer = _fewer(problem, claim.since)
+    kept: list[tuple[int, Backend]] = []
     for limit, backend in tiers:
         if limit < 0 or limit >= fewer:
             if fewer >= 0:
@@ -371,27 +372,27 @@ def _table_key(problem: Problem, machine: Machine) -> tuple:
 
 
 def why_not(
-    backend: library.Backend, problem: Problem, machine: Machine, named: bool = False
+    backend: Backend, problem: Problem, machine: Machine, named: bool = False
 ) -> list[str]:
     """Why "auto", or a call that names it, leaves a backend out; empty if it may run."""
     reasons = _reasons(backend, problem, machine)
     if named:
         return reasons
-    if not reasons and backend.interpreted and machine.device_type == "cpu":
+    if not reasons and backend.library.interpreted and machine.device_type == "cpu":
         reasons.append("runs in an interpreter on a CPU: only when named")
-    if not reasons and backend.unbuilt is not None:
-        missing = backend.unbuilt(machine)
+    if not reasons and backend.library.unbuilt is not None:
+        missing = backend.library.unbuilt(machine)
         if missing is not None:
             reasons.append(missing)
     return reasons
 
 
-def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
-    if problem.kind not in backend.ops:
+def _reasons(backend: Backend, problem: Problem, machine: Machine) -> list[str]:
+    if problem.kind not in backend.operators:
         return [f"has no {problem.kind}"]
     if backend.name in machine.available:
         return _refusals(backend, problem, machine)
-    devices = backend.kernels[problem.kind]
+    devices = backend.operators[problem.kind].kernels
     if machine.device_type not in devices:
         needed = " or ".join([device.upper() for device in devices])
         return [f"{backend.name} needs a {needed} device, got {machine.device_type}"]
@@ -403,25 +404,25 @@ def _reasons(backend: library.Backend, problem: Problem, machine: Machine) -> li
     return reasons
 
 
-def _refusals(backend: library.Backend, problem: Problem, machine: Machine) -> list[str]:
+def _refusals(backend: Backend, problem: Problem, machine: Machine) -> list[str]:
     """Why a backend does not run a problem, were it available."""
     w13, w2 = problem.schemes
-    if w13 != w2 and not backend.two_schemes:
+    if w13 != w2 and not backend.takes.two_schemes:
         return [f"runs w13 and w2 of one scheme, got {_schemes_text(problem)}"]
     reasons = [*backend.supports(problem, machine)]  # theirs may be a list that they keep
-    if problem.quantized_input and w13 not in backend.quantized_input:
+    if problem.quantized_input and w13 not in backend.takes.quantized_input:
         reasons.append(
             f"takes no input that arrives quantized for scheme {w13!r}: pass it "
             "unquantized, and of a dispatcher's exchanges `exchange`"
         )
-    if problem.needs_grad and not backend.differentiable:
+    if problem.needs_grad and not backend.takes.differentiable:
         reasons.append(
             "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"
         )
-    if problem.max_workspace_bytes is not None and not backend.chunked:
+    if problem.max_workspace_bytes is not None and not backend.takes.chunked:
         reasons.append("cannot run in chunks: leave max_workspace_bytes out")
     if problem.batch_invariant and not _trains_invariantly(problem):
-        reasons += backend.batch_invariant(problem, machine)
+        reasons += backend.takes.depends_on_batch(problem, machine)
     return reasons
 
 
@@ -467,4 +468,4 @@ def _timed(*key: Any) -> tuple[str, ...]:
 
 @constant
 def _why_not_available(name: str) -> str:
-    return backends.named(name).available() or "is not available on this machine"
+    return backends.named(name).library.available() or "is not available on this machine"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_ops import backends
-from moe_ops.ops.library import Backend
+from moe_ops.ops.backend import Backend
 from moe_ops.planning import auto, bind, machine
 
 
@@ -13,7 +13,7 @@ def register_backend(backend: Backend) -> None:
 
     Compiled functions that plan with `backend="auto"` plan again. Where nothing was measured it is
     preferred to "torch" and to backends that would emulate a scheme which it runs natively; its
-    `faster_from` may say more. docs/add_a_backend.md shows a whole one.
+    `claim` may say more. docs/add_a_backend.md shows a whole one.
 
     Args:
         backend: what `moe_ops.backend.register` returned.
@@ -28,11 +28,11 @@ def register_backend(backend: Backend) -> None:
         )
     if backend.name in ("auto", *backends.list_backends()):
         raise ValueError(f"backend must have a name that is not taken, got {backend.name!r}")
-    if backend.differentiable:
+    if backend.takes.differentiable:
         raise ValueError(
             f"backend must not be differentiable, got {backend.name!r}: gradients run on torch's "
-            "products, so a call that names it would silently run elsewhere. Register it without "
-            "differentiable=True; calls that record gradients take backend='auto' or 'torch'"
+            "products, so a call that names it would silently run elsewhere. Leave it out "
+            "of its `takes`; calls that record gradients take backend='auto' or 'torch'"
         )
     *before, last = backends.BACKENDS  # the last one is "torch", which runs everything
     replace_backends((*before, backend, last))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_ops import backends as backends_module
 from moe_ops.experts import explain, fused_experts
 from moe_ops.ops import relayout
-from moe_ops.ops.library import Backend
+from moe_ops.ops.backend import Backend
 from moe_ops.ops.problem import Machine
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans

@@ -69,8 +69,8 @@ def test_every_backend_package_is_registered():
     packages = {path.parent.name for path in (PACKAGE / "backends").glob("*/backend.py")}
     assert packages == set(moe_ops.list_backends()) - {"deep_gemm_fp4"}
     for backend in backends.BACKENDS:
-        for kind, op in backend.ops.items():
-            assert op.name() == f"moe_ops::{backend.name}_{kind}"
+        for kind, operator in backend.operators.items():
+            assert operator.op.name() == f"moe_ops::{backend.name}_{kind}"
 
 
 def test_optional_libraries_are_imported_late():

@@ -226,4 +226,4 @@ def test_chunks_are_captured(backend, scheme):
 
 
 def test_every_backend_runs_in_chunks():
-    assert all(backend.chunked for backend in backends.BACKENDS)
+    assert all(backend.takes.chunked for backend in backends.BACKENDS)

@@ -47,7 +47,7 @@ CUDA = torch.cuda.is_available()
 OF_BACKENDS = {
     f"{backend.name}_{kind}": (backend, kind)
     for backend in (*backends.BACKENDS, auto.AUTO)
-    for kind in backend.ops
+    for kind in backend.operators
 }
 
 
@@ -240,7 +240,7 @@ SAMPLES |= {
 SAMPLES |= {
     f"{name}_{kind}": (library_calls, ("plain", "everything", *schemes))
     for name, schemes in SCHEMES_OF_LIBRARIES.items()
-    for kind in backends.named(name).ops
+    for kind in backends.named(name).operators
 }
 SAMPLES |= {
     "experts_forward": (training_calls, ("plain", "everything", *QUANTIZED)),
@@ -259,9 +259,9 @@ def can_run(backend, device: str) -> bool:
     """
     if device == "cpu" and backend.name not in (auto.AUTO.name, "torch", "triton"):
         return False
-    op = next(iter(backend.ops.values()))
+    op = next(iter(backend.operators.values())).op
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.upper())
-    return has_kernel and backend.available() is None
+    return has_kernel and backend.library.available() is None
 
 
 # --- the tests -----------------------------------------------------------------------------------

@@ -535,7 +535,7 @@ def test_backends_that_do_not_take_it_say_so():
         moe_ops.fused_experts(*args, **options, backend="triton")
     machine = machines.machine(torch.device("cpu"))
     for backend in backends.BACKENDS:
-        assert set(backend.quantized_input) <= set(QUANTIZING)
+        assert set(backend.takes.quantized_input) <= set(QUANTIZING)
     assert machine.available
 
 

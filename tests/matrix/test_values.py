@@ -104,7 +104,7 @@ def attempt(where, problem: Problem, call):
     skip."""
     name, device, _ = where
     backend, machine = backend_of(name), machines.machine(torch.device(device))
-    if problem.kind not in backend.ops:
+    if problem.kind not in backend.operators:
         reasons = [f"has no {problem.kind}"]
     elif name not in machine.available:
         reasons = why_not(backend, problem, machine, named=True)
@@ -115,7 +115,9 @@ def attempt(where, problem: Problem, call):
     # no backend passes by refusing what it is there for
     assert name != "torch"
     runs = device == "cuda" or interpreted(name, device)
-    assert not (name == "triton" and runs and problem.scheme in ("", *backend.native_schemes))
+    assert not (
+        name == "triton" and runs and problem.scheme in ("", *backend.takes.native_schemes)
+    )
     with pytest.raises((ValueError, ImportError, torch._dynamo.exc.Unsupported)) as caught:
         call()
     for text in (repr(name), *reasons):

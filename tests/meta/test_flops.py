@@ -95,7 +95,7 @@ def _ops():
     from moe_ops.planning.auto import AUTO
 
     for backend in (*backends.BACKENDS, AUTO):
-        yield from [op.name() for op in backend.ops.values()]
+        yield from [known.op.name() for known in backend.operators.values()]
     yield from ("moe_ops::route", "moe_ops::route_tokens")
     yield from ("moe_ops::grouped_mm", "moe_ops::grouped_outer")
 

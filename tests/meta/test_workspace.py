@@ -35,7 +35,7 @@ def plans(
     p: Problem, machine: Machine = H200, chunk_rows: int = 0
 ) -> dict[str, plans_module.Plan]:
     """The plan of each backend that takes a problem, and of all of them as tiers."""
-    able = [b for b in backends.BACKENDS if p.kind in b.ops and not b.supports(p, machine)]
+    able = [b for b in backends.BACKENDS if p.kind in b.operators and not b.supports(p, machine)]
     tiers = {b.name: ((-1, b),) for b in able}
     if len(able) > 1:
         limits = [*range(4, 4 * len(able), 4), -1]
@@ -221,7 +221,7 @@ def test_kernels_stay_inside_their_workspaces(name, kind, M):
     backend = backends.named(name)
     here = Machine("cpu", available=(name,))
     p = problem(kind, E, K, I, top_k, dtype=torch.float32)
-    if kind not in backend.ops or backend.supports(p, here):
+    if kind not in backend.operators or backend.supports(p, here):
         pytest.skip(f"{name} has no {kind} on a CPU")
     w13, w2 = torch.randn(E, 2 * I, K), torch.randn(E, K, I)
     # the routing that needs most: one row for each expert but the last, which has all the others,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops.backend import Exchanges
 from moe_ops.backends import named
 from moe_ops.ops import exchange
 from moe_ops.ops.args import ExpertsArgs
@@ -54,13 +55,13 @@ def test_backends_do_what_they_can_unless_they_run_in_chunks(both):
     out, ids, x = torch.zeros(6, 2), torch.zeros(6, 1), torch.zeros(3, 2)
     args = dict.fromkeys(ExpertsArgs._fields) | {"out": out, "topk_ids": ids, "hidden_states": x}
     for sends, chunk_rows, seen in ((1, 0, 3), (1, 6, 3), (1, 4, 6), (0, 0, 6)):
-        launch = exchange.over_ranks(ran.append, bool(sends), adds=True)
+        launch = exchange.over_ranks(ran.append, Exchanges(True, ("",) * sends))
         launch(ExpertsArgs(**args | {"exchange": "both", "chunk_rows": chunk_rows}))
         given = ran.pop()
         assert given.exchange == ("" if chunk_rows == 4 else "both")
         assert len(given.hidden_states) == seen
-    assert named("deep_gemm").adds_ranks and not named("torch").adds_ranks
-    assert named("deep_gemm").sends_rows and not named("triton").sends_rows
+    assert named("deep_gemm").exchanges.adds_ranks and not named("torch").exchanges.adds_ranks
+    assert named("deep_gemm").exchanges.sends_rows and not named("triton").exchanges.sends_rows
 
 
 def test_calls_that_cannot_are_refused():

@@ -392,7 +392,8 @@ def pushed(rank: int, size: int) -> Iterator[tuple[str, float, float]]:
     for backend in ("deep_gemm", "cutlass"):
         known = backends.named(backend)
         machine = machines.machine(torch.device("cuda", torch.cuda.current_device()))
-        if known.available() or (known.unbuilt is not None and known.unbuilt(machine)):
+        library = known.library
+        if library.available() or (library.unbuilt is not None and library.unbuilt(machine)):
             continue
         for scheme in ("", "fp8_block"):
             w13, w2 = experts_weights(torch.bfloat16)

@@ -11,6 +11,7 @@ import torch
 import moe_ops
 from moe_ops import backends
 from moe_ops.activations import Activation
+from moe_ops.backend import Takes
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
@@ -62,9 +63,8 @@ def bounded_plans():
             problem = Problem(
                 *(kind, E, 256, 128, 256, top_k, torch.bfloat16, scheme, layout), activation=SILU
             )
-            able = [
-                b for b in backends.BACKENDS if kind in b.ops and not b.supports(problem, machine)
-            ]
+            known = [b for b in backends.BACKENDS if kind in b.operators]
+            able = [b for b in known if not b.supports(problem, machine)]
             limits = (*range(40, 40 * len(able), 40), -1)
             for tiers in (*[((-1, b),) for b in able], tuple(zip(limits, able, strict=True))):
                 for most in (2**21, 2**22 + 5, 2**26, 2**32):
@@ -98,7 +98,7 @@ def test_what_flashinfer_allocates_counts():
     problem = dataclasses.replace(SMALL, max_workspace_bytes=2**26)
     plan = plans._bounded(plans.Plan(problem, H200, ((-1, backend),)))
     own = sum(plans._bytes(buffer) for buffer in plan.workspace_shapes(10**9))
-    more = backend.library_bytes(plan.chunk_rows, problem)
+    more = backend.library.own_bytes(plan.chunk_rows, problem)
     # of a pair: its row of K, of N and of the output, in bf16
     assert more > plan.chunk_rows * 2 * (256 + 256) * 2
     assert plan.num_bytes(10**9) == own + more <= 2**26
@@ -125,13 +125,13 @@ def test_calls_that_are_never_bounded():
     plan = plans.plan(linear, small)
     assert plan.chunk_rows == 0 and "chunk_rows" not in plan.options
     # somebody else's launchers do not know chunks
-    other = dataclasses.replace(backends.named("triton"), name="other", chunked=False)
+    other = dataclasses.replace(backends.named("triton"), name="other", takes=Takes())
     tiers = ((40, backends.named("triton")), (-1, other))
     assert plans._bounded(plans.Plan(SMALL, small, tiers)).chunk_rows == 0
 
 
 def test_a_bound_that_a_backend_cannot_keep_is_a_reason_against_it(monkeypatch):
-    other = dataclasses.replace(backends.named("triton"), name="other", chunked=False)
+    other = dataclasses.replace(backends.named("triton"), name="other", takes=Takes())
     monkeypatch.setattr(backends, "BACKENDS", (other, *backends.BACKENDS))
     machine = with_memory(MEMORY, available=("other", "torch"))
     assert plans.plan(SMALL, machine).backend == "other"

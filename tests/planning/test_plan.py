@@ -11,6 +11,7 @@ import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.activations import Activation
 from moe_ops.autograd import training
+from moe_ops.backend import Claim, Library
 from moe_ops.backends.deep_gemm import backend as deep_gemm
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import bind
@@ -79,7 +80,7 @@ def test_a_missing_library_is_an_import_error(monkeypatch):
     there = Machine("cuda", (9, 0), "NVIDIA H200", ("torch",))
     lacking = dataclasses.replace(
         backends_module.named("triton"),
-        available=lambda: "triton is not installed; pip install triton",
+        library=Library(available=lambda: "triton is not installed; pip install triton"),
     )
     monkeypatch.setattr(backends_module, "BACKENDS", (lacking, backends_module.named("torch")))
     with pytest.raises(ImportError) as error:
@@ -263,15 +264,13 @@ def test_what_is_not_installed_leaves_its_tier_to_the_next(monkeypatch, table):
 
 def test_the_heuristic_for_what_was_not_measured(monkeypatch, table):
     """`deep_gemm` alone knows a tier, in fp8_block and from so many rows an expert on."""
-    rows = {"triton": None, "deep_gemm": deep_gemm.faster_from}
+    claims = {"triton": None, "deep_gemm": deep_gemm.claim}
     pair = [
-        dataclasses.replace(backends_module.named("torch"), name=name, faster_from=faster)
-        for name, faster in rows.items()
+        dataclasses.replace(backends_module.named("torch"), name=name, claim=claim)
+        for name, claim in claims.items()
     ]
     monkeypatch.setattr(backends_module, "BACKENDS", tuple(pair))
     here = dataclasses.replace(H200, available=("triton", "deep_gemm"))
-    monkeypatch.setattr(deep_gemm, "FASTER_FROM", None)
-    assert names(plans.plan(FP8, here)) == [(-1, "triton")]
     monkeypatch.setattr(deep_gemm, "FASTER_FROM", 100)
     plan = plans.plan(FP8, here)
     # 8 experts, two a token: 399 tokens are 99.75 rows an expert
@@ -289,9 +288,9 @@ def test_what_was_not_timed_comes_from_where_it_is_faster(monkeypatch):
     torch_backend = backends_module.named("torch")
     rows = {"few": None, "some": 2, "many": 50, "new": 10}
 
-    def backend(name, limit):
-        faster = None if limit is None else lambda problem: limit
-        return dataclasses.replace(torch_backend, name=name, faster_from=faster)
+    def backend(name, since, until=None):
+        claim = None if since is None else lambda problem: Claim(since, until)
+        return dataclasses.replace(torch_backend, name=name, claim=claim)
 
     monkeypatch.setattr(
         backends_module, "BACKENDS", tuple([backend(*one) for one in rows.items()])
@@ -321,7 +320,7 @@ def test_what_was_not_timed_comes_from_where_it_is_faster(monkeypatch):
     assert names(planned(*rows)) == [(7, "few"), (39, "some"), (-1, "new")]
     assert names(planned("few", "some", "many")) == [(7, "few"), (199, "some"), (-1, "many")]
     # the last one may leave more rows to the one before it, if that one claims any
-    back = dataclasses.replace(backend("new", 10), faster_to=lambda problem: 100)
+    back = backend("new", 10, 100)
     known = tuple([backend(name, rows[name]) for name in ("few", "some")])
     monkeypatch.setattr(backends_module, "BACKENDS", (*known, back))
     tiers = [(7, "few"), (39, "some"), (399, "new"), (-1, "some")]
@@ -334,8 +333,7 @@ def test_what_was_not_timed_comes_from_where_it_is_faster(monkeypatch):
     assert names(planned("few", "some", "new")) == tiers
     monkeypatch.setattr(lookup, "backend_times", lambda *key: [])
     for to, end in ((100, 799), (5, None)):
-        late = dataclasses.replace(backend("some", 200 if to == 100 else 2))
-        back = dataclasses.replace(backend("new", 10), faster_to=lambda problem, to=to: to)
+        late, back = backend("some", 200 if to == 100 else 2), backend("new", 10, to)
         monkeypatch.setattr(backends_module, "BACKENDS", (known[0], late, back))
         found = names(planned("few", "some", "new"))
         assert found[-2:] == ([(end, "new"), (-1, "some")] if end else [(39, "some"), (-1, "new")])
@@ -353,7 +351,7 @@ def test_rows_an_expert_as_tokens(kind, top_k, rows, limit, monkeypatch):
     torch_backend = backends_module.named("torch")
     pair = (
         dataclasses.replace(torch_backend, name="few"),
-        dataclasses.replace(torch_backend, name="many", faster_from=lambda problem: rows),
+        dataclasses.replace(torch_backend, name="many", claim=lambda problem: Claim(rows)),
     )
     monkeypatch.setattr(backends_module, "BACKENDS", pair)
     here = dataclasses.replace(H200, available=("few", "many"))

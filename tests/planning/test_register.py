@@ -15,6 +15,7 @@ import torch
 import moe_ops
 from moe_ops import backend as public
 from moe_ops import backends
+from moe_ops.backend import Backend, Library, Takes, register
 from moe_ops.ops import library
 from moe_ops.ops.problem import Machine
 from moe_ops.ops.relayout import RELAYOUTS
@@ -142,7 +143,9 @@ def test_refusals():
         with pytest.raises(ValueError, match=f"a name that is not taken, got '{name}'"):
             moe_ops.register_backend(taken)
     with pytest.raises(ValueError, match="backend must not be differentiable, got 'trained': .*"):
-        moe_ops.register_backend(dataclasses.replace(dense(), name="trained", differentiable=True))
+        moe_ops.register_backend(
+            dataclasses.replace(dense(), name="trained", takes=Takes(differentiable=True))
+        )
     with registered(dense()), pytest.raises(ValueError, match="not taken, got 'dense'"):
         moe_ops.register_backend(dense())
     assert backends.BACKENDS[-1].name == "torch"
@@ -166,7 +169,6 @@ def test_refusals():
 def test_nothing_is_half_registered(changes, message):
     facts = {
         "name": "refused",
-        "available": lambda: None,
         "supports": lambda problem, machine: [],
         "workspace_shapes": dense().workspace_shapes,
         "launch": {"experts": print},
@@ -174,7 +176,7 @@ def test_nothing_is_half_registered(changes, message):
     } | changes
     before = library.registered(), dict(RELAYOUTS)
     with pytest.raises(ValueError, match=message):
-        library.register(**facts)
+        register(Backend(**facts))
     assert (library.registered(), RELAYOUTS) == before
     assert not hasattr(torch.ops.moe_ops, "refused_experts")
 
@@ -185,7 +187,7 @@ def test_reasons_of_a_backend_stay_its_own():
     machine = Machine("cpu", available=("refusing",))
     own = ["it never runs"]
     refusing = dataclasses.replace(
-        dense(), name="refusing", supports=lambda problem, machine: own, interpreted=True
+        dense(), name="refusing", supports=lambda p, m: own, library=Library(interpreted=True)
     )
     problem = dataclasses.replace(problem, needs_grad=True)
     for _ in range(2):

@@ -14,8 +14,8 @@ import torch
 
 import moe_ops
 from moe_ops import backends, info
+from moe_ops.backend import Backend, register
 from moe_ops.ops.args import ExpertsArgs
-from moe_ops.ops.library import Backend, register
 from moe_ops.ops.problem import Machine
 from moe_ops.planning import machine as machines
 from moe_ops.schemes import SCHEMES
@@ -35,12 +35,13 @@ def told() -> Backend:
         launched[0](a, torch_backend.launch["experts"])
 
     return register(
-        NAME,
-        available=lambda: None,
-        supports=lambda problem, machine: [],
-        workspace_shapes=torch_backend.workspace_shapes,
-        launch={"experts": launch},
-        devices=("CPU",),
+        Backend(
+            NAME,
+            supports=lambda problem, machine: [],
+            workspace_shapes=torch_backend.workspace_shapes,
+            launch={"experts": launch},
+            devices=("CPU",),
+        )
     )
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import moe_ops
 from moe_ops import backends
-from moe_ops.ops.library import Backend
+from moe_ops.backend import Backend
 from moe_ops.planning.register import replace_backends
 from tests.support.paths import ROOT
 

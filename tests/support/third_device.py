@@ -50,10 +50,10 @@ class Elsewhere(Tensor):
         kwargs = kwargs or {}
         if func.namespace == "moe_ops":
             for backend in (*backends.BACKENDS, AUTO):
-                for name, op in backend.ops.items():
-                    if op is func:
+                for known in backend.operators.values():
+                    if known.op is func:
                         with Created():  # a mode is off while it handles a call
-                            return backend.kernels[name]["privateuse1"](*args)
+                            return known.kernels["privateuse1"](*args)
         mine = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Elsewhere)]
 
         def unwrap(t: Any) -> Any:

@@ -15,10 +15,15 @@ import torch
 
 from moe_ops import environment
 from moe_ops.backend import (
+    Backend,
     Buffer,
+    Claim,
+    Exchanges,
     Lazy,
+    Library,
     Machine,
     Problem,
+    Takes,
     Workspaces,
     register,
     round_up,
@@ -196,27 +201,23 @@ GROUPS_FASTER_FROM = 24
 GROUPS_FASTER_TO = ((1 << 25, 512), (1 << 24, 80))
 
 
-def faster_from(problem: Problem) -> int | None:
-    """Rows an expert from which "auto" takes this backend unmeasured; None of what was not timed,
-    one dynamic scale of all activations, and of prepared weights, which no other takes.
+def claim(problem: Problem) -> Claim | None:
+    """From how many rows an expert "auto" takes this backend unmeasured, and of fp8_block up to
+    how many, where deep_gemm is there; None of what was not timed, one dynamic scale of all
+    activations, and of prepared weights, which no other takes.
     """
     kind = kind_of(problem.scheme)
     of_kind = {ROWS: FASTER_FROM, PLAIN: PLAIN_FASTER_FROM, GROUPS: GROUPS_FASTER_FROM}
     rows = of_kind.get(kind or "")
     if rows is None or one_scale(problem.scheme) or problem.kind != "experts":
         return None
-    return rows
-
-
-def faster_to(problem: Problem) -> int | None:
-    """Rows an expert from which "auto" takes deep_gemm for it, where that is there."""
-    if kind_of(problem.scheme) != GROUPS or problem.kind != "experts":
-        return None
+    if kind != GROUPS:
+        return Claim(rows)
     size = problem.hidden_size * problem.intermediate_size
-    return next((rows for least, rows in GROUPS_FASTER_TO if size >= least), None)
+    return Claim(rows, next((end for least, end in GROUPS_FASTER_TO if size >= least), None))
 
 
-def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
+def depends_on_batch(problem: Problem, machine: Machine) -> list[str]:
     """Reasons why a token's row may differ from that of `triton`, whose kernels run fewer rows:
     products, the activation and the weighted sum take the same steps in the same order where
     there are none.
@@ -239,25 +240,25 @@ def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
 
 
 BACKEND = register(
-    "cutlass",
-    available=available,
-    supports=supports,
-    workspace_shapes=workspace_shapes,
-    launch={
-        "experts": Lazy("moe_ops.backends.cutlass.layer:experts"),
-        "batched_experts": Lazy("moe_ops.backends.cutlass.layer:batched_experts"),
-    },
-    devices=("CUDA",),
-    native_schemes=(*_FP8, *SCHEMES_OF_GROUPS, INT4_SCHEME, *BLOCK_SCALED),
-    native_capability=(9, 0),
-    interpreted=INTERPRETED,
-    relayouts=RELAYOUTS,
-    chunked=True,
-    quantized_input=(*_FP8, *SCHEMES_OF_GROUPS, INT4_SCHEME),
-    adds_ranks=True,
-    sends_rows=("", *SCHEMES_OF_GROUPS),
-    faster_from=faster_from,
-    faster_to=faster_to,
-    unbuilt=library.unbuilt,
-    batch_invariant=batch_invariant,
+    Backend(
+        "cutlass",
+        supports=supports,
+        workspace_shapes=workspace_shapes,
+        launch={
+            "experts": Lazy("moe_ops.backends.cutlass.layer:experts"),
+            "batched_experts": Lazy("moe_ops.backends.cutlass.layer:batched_experts"),
+        },
+        devices=("CUDA",),
+        library=Library(available=available, interpreted=INTERPRETED, unbuilt=library.unbuilt),
+        takes=Takes(
+            native_schemes=(*_FP8, *SCHEMES_OF_GROUPS, INT4_SCHEME, *BLOCK_SCALED),
+            native_capability=(9, 0),
+            quantized_input=(*_FP8, *SCHEMES_OF_GROUPS, INT4_SCHEME),
+            chunked=True,
+            depends_on_batch=depends_on_batch,
+        ),
+        exchanges=Exchanges(adds_ranks=True, sends_rows=("", *SCHEMES_OF_GROUPS)),
+        relayouts=RELAYOUTS,
+        claim=claim,
+    )
 )

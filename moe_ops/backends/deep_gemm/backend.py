@@ -16,10 +16,15 @@ import torch
 
 from moe_ops import environment
 from moe_ops.backend import (
+    Backend,
     Buffer,
+    Claim,
+    Exchanges,
     Lazy,
+    Library,
     Machine,
     Problem,
+    Takes,
     Workspaces,
     register,
     round_up,
@@ -186,48 +191,51 @@ def _row_bytes(columns: int) -> int:
 FASTER_FROM = 64
 
 
-def faster_from(problem: Problem) -> int | None:
-    """Rows an expert from which "auto" takes this backend unmeasured."""
+def claim(problem: Problem) -> Claim | None:
+    """From how many rows an expert "auto" takes this backend unmeasured."""
     measured = problem.kind == "experts" and problem.scheme in _BLOCK
-    return FASTER_FROM if measured else None
+    return Claim(FASTER_FROM) if measured else None
 
 
 _LAUNCH: dict[str, Callable] = {
     "experts": Lazy("moe_ops.backends.deep_gemm.layer:experts"),
     "batched_experts": Lazy("moe_ops.backends.deep_gemm.layer:batched_experts"),
 }
-BACKEND = register(
-    "deep_gemm",
+_LIBRARY = Library(
     available=available,
-    supports=supports,
-    workspace_shapes=workspace_shapes,
-    launch=_LAUNCH,
-    devices=("CUDA",),
-    native_schemes=(*_BLOCK, "mxfp8"),
-    native_capability=(9, 0),
-    interpreted=INTERPRETED,
-    relayouts=RELAYOUTS,
     distribution=DISTRIBUTION,
     newest_tested=TESTED[1],
-    chunked=True,
-    adds_ranks=True,
-    sends_rows=("", *_BLOCK),
-    faster_from=faster_from,
-    quantized_input=("fp8_block", "mxfp8"),
+    interpreted=INTERPRETED,
+)
+BACKEND = register(
+    Backend(
+        "deep_gemm",
+        supports=supports,
+        workspace_shapes=workspace_shapes,
+        launch=_LAUNCH,
+        devices=("CUDA",),
+        library=_LIBRARY,
+        takes=Takes(
+            native_schemes=(*_BLOCK, "mxfp8"),
+            native_capability=(9, 0),
+            quantized_input=("fp8_block", "mxfp8"),
+            chunked=True,
+        ),
+        exchanges=Exchanges(adds_ranks=True, sends_rows=("", *_BLOCK)),
+        relayouts=RELAYOUTS,
+        claim=claim,
+    )
 )
 FP4 = register(
-    "deep_gemm_fp4",
-    available=available,
-    supports=supports_fp4,
-    workspace_shapes=workspace_shapes,
-    launch=_LAUNCH,
-    devices=("CUDA",),
-    native_schemes=_FP4_SCHEMES,
-    native_capability=(10, 0),
-    interpreted=INTERPRETED,
-    relayouts=RELAYOUTS_FP4,
-    distribution=DISTRIBUTION,
-    newest_tested=TESTED[1],
-    chunked=True,
-    adds_ranks=True,
+    Backend(
+        "deep_gemm_fp4",
+        supports=supports_fp4,
+        workspace_shapes=workspace_shapes,
+        launch=_LAUNCH,
+        devices=("CUDA",),
+        library=_LIBRARY,
+        takes=Takes(native_schemes=_FP4_SCHEMES, native_capability=(10, 0), chunked=True),
+        exchanges=Exchanges(adds_ranks=True),
+        relayouts=RELAYOUTS_FP4,
+    )
 )

@@ -32,10 +32,13 @@ import torch
 from moe_ops import environment
 from moe_ops.activations import rows_before
 from moe_ops.backend import (
+    Backend,
     Buffer,
     Lazy,
+    Library,
     Machine,
     Problem,
+    Takes,
     Workspaces,
     register,
     round_up,
@@ -163,19 +166,25 @@ def library_bytes(M: int, problem: Problem) -> int:
 
 
 BACKEND = register(
-    "flashinfer",
-    available=available,
-    supports=supports,
-    workspace_shapes=workspace_shapes,
-    launch={"experts": Lazy("moe_ops.backends.flashinfer.layer:experts")},
-    devices=("CUDA",),
-    native_schemes=tuple(SCHEMES),
-    native_capability=(9, 0),
-    warm=library.warm,
-    chunked=True,
-    library_bytes=library_bytes,
-    relayouts=RELAYOUTS,
-    distribution=binding.DISTRIBUTION,
-    newest_tested=binding.TESTED[1],
-    quantized_input=("nvfp4", *[name for name, scheme in SCHEMES.items() if scheme.input]),
+    Backend(
+        "flashinfer",
+        supports=supports,
+        workspace_shapes=workspace_shapes,
+        launch={"experts": Lazy("moe_ops.backends.flashinfer.layer:experts")},
+        devices=("CUDA",),
+        library=Library(
+            available=available,
+            distribution=binding.DISTRIBUTION,
+            newest_tested=binding.TESTED[1],
+            warm=library.warm,
+            own_bytes=library_bytes,
+        ),
+        takes=Takes(
+            native_schemes=tuple(SCHEMES),
+            native_capability=(9, 0),
+            quantized_input=("nvfp4", *[n for n, scheme in SCHEMES.items() if scheme.input]),
+            chunked=True,
+        ),
+        relayouts=RELAYOUTS,
+    )
 )

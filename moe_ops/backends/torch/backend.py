@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_ops import activations, numerics
 from moe_ops.backend import (
+    Backend,
     BatchedExpertsArgs,
     Buffer,
     ExpertsArgs,
@@ -21,6 +22,7 @@ from moe_ops.backend import (
     Machine,
     Problem,
     Shortcut,
+    Takes,
     Workspaces,
     batched_chunks,
     chunks,
@@ -34,11 +36,6 @@ from moe_ops.ops.library import TORCH_DEVICES
 from moe_ops.schemes import SCHEMES, get_scheme
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-def available() -> str | None:
-    """None: torch is always installed."""
-    return None
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
@@ -68,7 +65,7 @@ def _not_on_mps(problem: Problem) -> str:
     return "float8" if any([not desc.dtype.startswith("int") for desc in descs]) else ""
 
 
-def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
+def depends_on_batch(problem: Problem, machine: Machine) -> list[str]:
     """Reasons why a token's row may depend on its batch; none on a CPU, where products by rows are
     those of `grouped_mm.product_of_rows`, of our grouped kernel, or of csrc/cpu/experts.cpp.
     """
@@ -381,21 +378,24 @@ def _compute_dtype(dtype: torch.dtype, scheme: str) -> torch.dtype:
 
 
 BACKEND = register(
-    "torch",
-    available=available,
-    supports=supports,
-    workspace_shapes=workspace_shapes,
-    launch={
-        "experts": _launch_experts,
-        "batched_experts": _launch_batched_experts,
-        "grouped_linear": _launch_grouped_linear,
-    },
-    devices=TORCH_DEVICES,
-    differentiable=True,
-    chunked=True,
-    quantized_input=tuple([name for name, scheme in SCHEMES.items() if scheme.activation]),
-    batch_invariant=batch_invariant,
-    decodes=layer.decodes,
-    shortcut=_shortcut,
-    two_schemes=True,
+    Backend(
+        "torch",
+        supports=supports,
+        workspace_shapes=workspace_shapes,
+        launch={
+            "experts": _launch_experts,
+            "batched_experts": _launch_batched_experts,
+            "grouped_linear": _launch_grouped_linear,
+        },
+        devices=TORCH_DEVICES,
+        takes=Takes(
+            decodes=layer.decodes,
+            quantized_input=tuple([name for name, scheme in SCHEMES.items() if scheme.activation]),
+            two_schemes=True,
+            chunked=True,
+            depends_on_batch=depends_on_batch,
+            differentiable=True,
+        ),
+        shortcut=_shortcut,
+    )
 )

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from moe_ops.backends.torch import cpu
 from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.backend import Shortcut
 from moe_ops.ops.call import ExpertsCall
-from moe_ops.ops.library import Shortcut
 from moe_ops.ops.memory import EMPTY_STRIDED
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import (

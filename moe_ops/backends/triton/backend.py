@@ -29,10 +29,14 @@ import torch
 
 from moe_ops import environment
 from moe_ops.backend import (
+    Backend,
     Buffer,
+    Exchanges,
     Lazy,
+    Library,
     Machine,
     Problem,
+    Takes,
     Workspaces,
     cdiv,
     maximum,
@@ -69,11 +73,6 @@ _MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
 # AMD's GPUs for which tools/compile_matrix.py compiles the kernels; none was run on hardware
 AMD_GPUS = ("gfx942",)
 _NATIVE = (*_QUANTIZING, *sorted(name for name in _MIXED_SCHEMES if SCHEMES[name].weight_only))
-
-
-def available() -> str | None:
-    """None, or why Triton cannot be imported here."""
-    return environment.why_no_triton()
 
 
 def supports(problem: Problem, machine: Machine) -> list[str]:
@@ -124,8 +123,8 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     return reasons
 
 
-def batch_invariant(problem: Problem, machine: Machine) -> list[str]:
-    """Reasons why a token's row may depend on its batch. Under `Problem.batch_invariant` calls run
+def depends_on_batch(problem: Problem, machine: Machine) -> list[str]:
+    """Reasons why a token's row may depend on its batch. Under `Options.batch_invariant` calls run
     the kernels of sm80_mma.py and sm90_tma.py and, with narrow weights on SM90, of sm90_wgmma.py
     and sm90_mma.py, with tiles that the number of rows has no part in unless all give the same
     bits. y of plain kernels has the tokens' dtype.
@@ -297,21 +296,27 @@ def _launch(kind: str) -> Callable:
 
 
 BACKEND = register(
-    "triton",
-    available=available,
-    supports=supports,
-    workspace_shapes=workspace_shapes,
-    launch={kind: _launch(kind) for kind in KINDS},
-    devices=("CUDA",),
-    native_schemes=_NATIVE,
-    native_capability=NATIVE_CAPABILITY,
-    interpreted=INTERPRETED,
-    relayouts=RELAYOUTS,
-    distribution="triton",
-    missing_kernels=missing_kernels,
-    chunked=True,
-    adds_ranks=True,
-    quantized_input=tuple([*_QUANTIZING, *filter(_decoded, SCHEMES)]),
-    batch_invariant=batch_invariant,
-    two_schemes=True,
+    Backend(
+        "triton",
+        supports=supports,
+        workspace_shapes=workspace_shapes,
+        launch={kind: _launch(kind) for kind in KINDS},
+        devices=("CUDA",),
+        library=Library(
+            available=environment.why_no_triton,
+            distribution="triton",
+            interpreted=INTERPRETED,
+            missing_kernels=missing_kernels,
+        ),
+        takes=Takes(
+            native_schemes=_NATIVE,
+            native_capability=NATIVE_CAPABILITY,
+            quantized_input=tuple([*_QUANTIZING, *filter(_decoded, SCHEMES)]),
+            two_schemes=True,
+            chunked=True,
+            depends_on_batch=depends_on_batch,
+        ),
+        exchanges=Exchanges(adds_ranks=True),
+        relayouts=RELAYOUTS,
+    )
 )

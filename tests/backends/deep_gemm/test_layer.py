@@ -325,7 +325,7 @@ def test_available_names_the_version(version, monkeypatch):
     older = "needs sgl-deep-gemm 0.1.5 or newer, got 0.1.4; pip install 'sgl-deep-gemm>=0.1.5'"
     assert backend.available() == (older if version == "0.1.4" else None)
     newer = "sgl-deep-gemm 0.1.50 is newer than tested: no test ran with one after "
-    said = backend.BACKEND.untested_version
+    said = backend.BACKEND.library.untested_version
     assert said == (newer + backend.TESTED[1] if version == "0.1.50" else None)
 
 

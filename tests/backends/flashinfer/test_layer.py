@@ -201,7 +201,7 @@ def test_chunks_are_one_piece(fake, scheme, monkeypatch):
     assert torch.equal(parts, whole)
 
 
-ARRIVING = [s for s in SCHEMES if s in BACKEND.quantized_input]
+ARRIVING = [s for s in SCHEMES if s in BACKEND.takes.quantized_input]
 
 
 @on_cpu
@@ -388,7 +388,7 @@ def test_warmup_measures_once_and_keeps_it(fake, monkeypatch, tmp_path):
 
     monkeypatch.setattr(library, "_seconds", seconds)
     case = prepared(Case("cpu", BF16))
-    with backend_module.BACKEND.warm(7):
+    with backend_module.BACKEND.library.warm(7):
         launch(case)
         first = len(tried)
         launch(case)
@@ -402,7 +402,7 @@ def test_warmup_measures_once_and_keeps_it(fake, monkeypatch, tmp_path):
     (path,) = tmp_path.iterdir()
     key = library.key_of("", BF16, (4, 48, 24, 2), "silu", True, 7)
     assert library.load(path, "") == {key: (6, 3)}
-    with backend_module.BACKEND.warm(7):
+    with backend_module.BACKEND.library.warm(7):
         launch(case, deterministic=False)
     assert {t[1] for t in tried} == {-1, *range(16)} - {9}
     found = {key: (6, 3), key._replace(deterministic=False): (6, 5)}

@@ -32,7 +32,7 @@ def test_available_names_the_version(monkeypatch):
         monkeypatch.setattr(binding, "binding", read)
         answer = backend.available.__wrapped__()
         assert answer is None if reason is None else reason in answer
-        said = backend.BACKEND.untested_version
+        said = backend.BACKEND.library.untested_version
         assert (said is not None) == (version == "0.6.14")
 
 

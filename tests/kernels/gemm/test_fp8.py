@@ -280,7 +280,7 @@ def test_supports_quantized_weights_and_says_where_they_are_emulated():
             machine = Machine("cuda", capability, "a GPU", ("triton",))
             assert backend.supports(problem, machine) == []
             weight_only = not oracle.ACTIVATIONS[scheme]
-            assert backend.BACKEND.native(scheme, machine) == (native or weight_only)
+            assert backend.BACKEND.takes.native(scheme, machine) == (native or weight_only)
 
 
 @everywhere

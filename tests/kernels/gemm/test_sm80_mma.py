@@ -156,7 +156,7 @@ class Case:
             workspaces = [poisoned(b.shape, b.dtype, self.device) for b in shapes]
         act = self.act
         options = ("", "", act.name, act.alpha, act.beta, act.limit, self.on_input, True, "", 0)
-        backend.BACKEND.ops["experts"](
+        backend.BACKEND.operators["experts"].op(
             *(out, *workspaces, self.x, self.w13, self.w2, self.weights, self.ids, []),
             *(self.b13, self.b2, self.expert_map, options_text("experts", options)),
         )
@@ -388,7 +388,7 @@ def run_batched(c: Case, x, counts):
     out = poisoned(x.shape, c.dtype, c.device)
     act = c.act
     options = ("", "", act.name, act.alpha, act.beta, act.limit, "", 0)
-    backend.BACKEND.ops["batched_experts"](
+    backend.BACKEND.operators["batched_experts"].op(
         *(out, *workspaces, x, c.w13, c.w2, counts, [], c.b13, c.b2),
         options_text("batched_experts", options),
     )
@@ -434,7 +434,7 @@ def run_grouped(x, weight, offsets, bias=None, out=None):
     shapes = backend.workspace_shapes(x.shape[0], problem)
     workspaces = [poisoned(b.shape, b.dtype, x.device) for b in shapes]
     out = poisoned((x.shape[0], N), x.dtype, x.device) if out is None else out
-    backend.BACKEND.ops["grouped_linear"](
+    backend.BACKEND.operators["grouped_linear"].op(
         *(out, *workspaces, x, weight, offsets, [], bias),
         options_text("grouped_linear", ("", "", "")),
     )

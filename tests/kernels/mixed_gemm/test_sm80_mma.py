@@ -55,15 +55,15 @@ def weights_stay_as_they_are(monkeypatch):
 
 
 def test_every_weight_only_scheme_is_native():
-    assert set(WEIGHT_ONLY) <= set(backend.BACKEND.native_schemes)
+    assert set(WEIGHT_ONLY) <= set(backend.BACKEND.takes.native_schemes)
     assert all(operands.describe(name) for name in WEIGHT_ONLY)
-    assert set(INT8) <= set(backend.BACKEND.native_schemes)
+    assert set(INT8) <= set(backend.BACKEND.takes.native_schemes)
 
 
 @pytest.mark.parametrize("scheme", [*WEIGHT_ONLY, *INT8])
 def test_native_from_sm80_on(scheme):
     machine = Machine("cuda", (8, 0), "a GPU", ("triton",))
-    assert backend.BACKEND.native(scheme, machine)
+    assert backend.BACKEND.takes.native(scheme, machine)
 
 
 # --- the expert layer ----------------------------------------------------------------------------
