@@ -354,7 +354,7 @@ def test_inputs_are_neither_mutated_nor_returned(scheme):
 
 
 @pytest.mark.skipif(
-    not backends_module.named("triton").interpreted, reason="needs Triton's interpreter"
+    not backends_module.named("triton").library.interpreted, reason="needs Triton's interpreter"
 )
 @pytest.mark.slow
 def test_two_backends_in_one_graph():
