@@ -52,7 +52,7 @@ VARIED = [
 
 
 def interpreted(name: str, device: str) -> bool:
-    return device == "cpu" and backend_of(name).interpreted
+    return device == "cpu" and backend_of(name).library.interpreted
 
 
 def backend_of(name: str):

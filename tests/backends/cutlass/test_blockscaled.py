@@ -242,7 +242,7 @@ def test_what_is_refused(scheme, options, capability, reason):
 def test_other_backends_refuse_prepared_weights(scheme, other):
     registered = {b.name: b for b in moe_ops.backends.BACKENDS}
     reasons = registered[other].supports(problem(scheme), on(10, 0))
-    named = "cutlass_swizzled" if scheme in registered[other].native_schemes else "."
+    named = "cutlass_swizzled" if scheme in registered[other].takes.native_schemes else "."
     assert reasons and re.search(named, " ".join(reasons)), reasons
 
 
