@@ -154,6 +154,7 @@ class Compiled(NamedTuple):
     warps: int
     binary: Any  # triton's CompiledKernel; None where launches are only listed
     registers: int | None = None  # of a thread at most, where the launch sets it
+    grid: tuple[int, ...] = ()
 
 
 AnyCall = Call | RouterCall | TrainingCall | ExchangeCall
@@ -195,7 +196,7 @@ class _Recorder:
                     error.add_note(f"{name} {constants}")
                     raise
             warps, registers = options["num_warps"], options.get("maxnreg")
-            self.found.append(Compiled(name, constants, warps, binary, registers))
+            self.found.append(Compiled(name, constants, warps, binary, registers, grid))
             return binary
 
         return compile_

@@ -236,12 +236,22 @@ class Launch(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """Facts of a GPU on which configs and kernels depend."""
+    """Facts of a GPU on which configs and kernels depend. The defaults are those of an H200."""
 
     shared_memory: int  # bytes that one block may use
     native: bool  # it has e4m3 products and conversions
     pdl: bool  # it has programmatic dependent launch
     name: str = ""  # the measured tables are looked up by it
+    multiprocessors: int = 132
+    multiprocessor_memory: int = 228 * 1024  # bytes of shared memory of a multiprocessor
+    registers: int = 65536  # of a multiprocessor
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether it has the tensor memory accelerator, as GPUs whose blocks may use so much shared
+        memory do.
+        """
+        return self.shared_memory > 200 * 1024
 
 
 @cache
@@ -251,13 +261,19 @@ def gpu(device: int) -> Gpu:
     """
     if device < 0:
         return Gpu(227 * 1024, False, False)
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     capability, gfx = environment.gpu_architecture(properties)
+    sizes = {"multiprocessors": properties.multi_processor_count, "name": properties.name}
     if gfx:  # its e4m3 has other values, and PDL is NVIDIA's
-        return Gpu(properties.shared_memory_per_block, False, False, properties.name)
-    memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    native, pdl = capability >= NATIVE_CAPABILITY, capability >= PDL_CAPABILITY
-    return Gpu(memory, native, pdl, properties.name)
+        return Gpu(properties.shared_memory_per_block, False, False, **sizes)
+    return Gpu(
+        properties.shared_memory_per_block_optin,
+        capability >= NATIVE_CAPABILITY,
+        capability >= PDL_CAPABILITY,
+        multiprocessor_memory=properties.shared_memory_per_multiprocessor,
+        registers=properties.regs_per_multiprocessor,
+        **sizes,
+    )
 
 
 # specialization of a call's kernels -> the compiled kernels; warm calls fill it
