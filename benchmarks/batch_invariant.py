@@ -54,9 +54,11 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import environment
-from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig, override
-from moe_ops.kernels.gemm import configs as gemm_configs
-from moe_ops.kernels.mixed_gemm import configs as mixed_configs
+from moe_ops.choose import mixed as mixed_configs
+from moe_ops.choose import plain
+from moe_ops.choose.table import override
+from moe_ops.kernels import launch
+from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.mixed_gemm import operands
 from moe_ops.schemes import SCHEMES, get_scheme
 
@@ -168,22 +170,22 @@ def variants(base: LayerConfig, scheme: str, shape: Experts) -> Iterator[LayerCo
         yield base._replace(gemm1=shorter[0], gemm2=shorter[1])
     yield base._replace(block_m=16, direct=True, gemm1=fewer_stages[0], gemm2=fewer_stages[1])
     if mixed:
-        bits = operands.describe(scheme).bits
+        bits, gpu = operands.describe(scheme).bits, launch.gpu(torch.cuda.current_device())
         for rows in (2, 8, 16, 40):  # an expert
             found = mixed_configs.choose_wgmma(
-                rows * shape.num_experts, shape.num_experts, K, I, bits, base.sort_chunk
+                rows * shape.num_experts, shape.num_experts, K, I, bits, base.sort_chunk, gpu=gpu
             )
             if found is not None:
                 yield found._replace(split_k=1)
                 shorter = GemmConfig(128, 128, 3, 4 if found.block_m < 64 else 8)
                 yield found._replace(split_k=1, gemm1=shorter, gemm2=shorter)
-        yield mixed_configs._choose_gemv(shape.top_k, K, I, bits, base.sort_chunk)
+        yield mixed_configs._choose_gemv(shape.top_k, K, I, bits, base.sort_chunk, gpu)
     elif scheme in ("", "fp8_block"):
         for rows in (30, 60, 200):
             pairs = rows * shape.num_experts
-            yield gemm_configs._choose_tma(pairs, shape.num_experts, I, bool(scheme), True)
+            yield plain._choose_tma(pairs, shape.num_experts, I, bool(scheme), True)
         itemsize = torch.bfloat16.itemsize
-        yield gemm_configs._choose_gemv(bool(scheme), itemsize, K, I, base.sort_chunk)
+        yield plain._choose_gemv(bool(scheme), itemsize, K, I, base.sort_chunk)
 
 
 def name_of(config: LayerConfig) -> str:

@@ -5,8 +5,9 @@
 
 Nothing is compiled or run: of every call the products' kernels are listed with their grids,
 constants, warps and registers. The grid has the shapes of the benchmarks and of models that no
-table names, all schemes, M = 1 to 4096 in powers of two, and a part of the calls of compile_matrix.py, on
-several architectures. Where the lists are equal nothing needs to be measured.
+table names, all schemes, M = 1 to 4096 in powers of two, and a part of the calls of
+compile_matrix.py, on several architectures. Where the lists are equal nothing needs to be
+measured.
 """
 
 from __future__ import annotations

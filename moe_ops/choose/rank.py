@@ -1,5 +1,6 @@
-"""An estimate of the time of a layer's products with a config, by which candidates are ordered: waves
-of programs, the use of the last one, bytes that are read and products, from the facts of a GPU.
+"""An estimate of the time of a layer's products with a config, by which candidates are ordered:
+waves of programs, the use of the last one, bytes that are read and products, from the facts of a
+GPU.
 
 It orders configs of one kernel for one problem. Its times are no predictions: a table's measured
 configs go before.
@@ -11,7 +12,7 @@ from functools import lru_cache
 from math import ceil, exp
 from typing import NamedTuple
 
-from moe_ops.choose.candidates import Gemm, blocks_held
+from moe_ops.choose.candidates import Gemm, blocks_held, tiles
 from moe_ops.kernels.configs import SM90_TMA, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.meta.workspace import cdiv
@@ -33,8 +34,8 @@ RATES = Rates()
 
 @lru_cache(maxsize=4096)
 def expected_blocks(average: float, rows: int) -> float:
-    """Expected blocks of `rows` rows that an expert has, if `average` rows come to it on average and
-    experts are equally likely: the sum over n of the chance of more than n * rows (Poisson).
+    """Expected blocks of `rows` rows that an expert has, if `average` rows come to it on average
+    and experts are equally likely: the sum over n of the chance of more than n * rows (Poisson).
     """
     if average > 40 * rows:
         return average / rows + 0.5
@@ -51,11 +52,11 @@ def expected_blocks(average: float, rows: int) -> float:
     return total
 
 
-def waves(tiles: float, held: int, gpu: Gpu) -> float:
-    """Waves of `held` programs a multiprocessor that tiles take; the last one takes the part of a
+def waves(programs: float, held: int, gpu: Gpu) -> float:
+    """Waves of `held` on a multiprocessor that programs take; the last one takes the part of a
     whole one's time that its fullest multiprocessor needs.
     """
-    whole, rest = divmod(tiles, held * gpu.multiprocessors)
+    whole, rest = divmod(programs, held * gpu.multiprocessors)
     return whole + ceil(rest / gpu.multiprocessors) / held
 
 
@@ -74,8 +75,8 @@ def gemm_cycles(
     held = blocks_held(gemm, config, block_m, gpu)
     if not held:
         return float("inf")
-    tiles = blocks * cdiv(gemm.rows, n)
-    many = min(held, max(1, ceil(tiles / gpu.multiprocessors)))
+    programs = blocks * cdiv(gemm.rows, n)
+    many = min(held, max(1, ceil(programs / gpu.multiprocessors)))
     weight_bytes = n * gemm.columns * gemm.w_size
     x_bytes = used_m * gemm.columns * gemm.x_size
     products = n * used_m * gemm.columns / (2 if gemm.w_size == 1 else 1)
@@ -87,7 +88,7 @@ def gemm_cycles(
     # a tensor core waits for operands of small tiles
     multiplied = many * products / RATES.products * (1 + 24 / used_m + 16 / n)
     alone = RATES.start + gemm.columns / config.block_k * 40
-    return RATES.launch + waves(tiles, many, gpu) * (max(read, multiplied) + alone)
+    return RATES.launch + waves(programs, many, gpu) * (max(read, multiplied) + alone)
 
 
 def layer_cycles(
@@ -103,3 +104,15 @@ def layer_cycles(
     rows = block_m // split
     blocks2 = experts * expected_blocks(average, rows)
     return one + gemm_cycles(second, config.gemm2, rows, rows, blocks2, gpu)
+
+
+def ranked(
+    gemm: Gemm, rows: int, experts: int, average: float, gpu: Gpu, within: float = 1.25
+) -> list[GemmConfig]:
+    """Legal tiles of a product of blocks of `rows` rows, by their estimated time, without those
+    that take more than `within` times as long as the first one.
+    """
+    blocks = experts * expected_blocks(average, rows)
+    times = {c: gemm_cycles(gemm, c, rows, rows, blocks, gpu) for c in tiles(gemm, rows, gpu)}
+    best = min(times.values(), default=0.0)
+    return [c for c in sorted(times, key=lambda c: times[c]) if times[c] <= within * best]

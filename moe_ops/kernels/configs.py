@@ -1,4 +1,4 @@
-"""Configs of an expert layer's kernels: look-up of measured ones, and how a search tries others.
+"""Configs of an expert layer's kernels, which `moe_ops.choose` chooses.
 
 Workspace sizes never depend on the config: h and y have one row per pair with every config (in the
 mixed GEMM, y of few pairs has more rows, for SPLIT_K), and the table of blocks is sized for the
@@ -7,31 +7,16 @@ smallest BLOCK_M.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
-from moe_ops.kernels.launch import Gpu
 from moe_ops.meta.workspace import cdiv, minimum
-from moe_ops.schemes import get_scheme
-from moe_ops.tables import lookup
 
 GROUP_M = 16  # blocks that use one weight tile in turn, while it is in L2
-# bytes a block may use: GPUs with more have the tensor memory accelerator (TMA)
-LARGE_SHARED_MEMORY = 200 * 1024
-MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
+SMALLEST_BLOCK_M = 16  # tokens: the fewest of a tensor-core instruction of the kernels in `gemm`
 SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "gemv"
 SM90_MMA = "sm90_mma"  # one token
 SM90_PACKED = "sm90_packed"  # many rows an expert
-
-
-# Under `batch_invariant` kernel, tiles and order of the sums are those of so many rows an expert,
-# however many there are, where tiles have not been shown to give the same bits
-# (`same_bits_in_all_tiles`, `wgmma_for_any_batch`): a tile of 32 tokens, which wastes little of
-# decoding and of prefilling.
-ROWS_OF_ANY_BATCH = 16
 
 
 class GemmConfig(NamedTuple):
@@ -41,6 +26,12 @@ class GemmConfig(NamedTuple):
     block_k: int
     num_stages: int
     num_warps: int
+
+    def stage_bytes(self, block_m: int, bits: int, x_size: int) -> int:
+        """Bytes of shared memory of a stage: of weights of so many bits, and of `block_m` rows of
+        an input of `x_size` bytes an element.
+        """
+        return self.block_n * self.block_k * bits // 8 + block_m * self.block_k * x_size
 
 
 class LayerConfig(NamedTuple):
@@ -106,51 +97,3 @@ def config_of(fields: Mapping[str, Any], sort_chunk: int) -> LayerConfig:
     """The config that `fields_of` wrote."""
     gemms = {name: GemmConfig(**fields[name]) for name in ("gemm1", "gemm2")}
     return LayerConfig(**{**fields, **gemms}, sort_chunk=sort_chunk)
-
-
-def measured(
-    base: LayerConfig,
-    gpu: Gpu,
-    M: int,
-    top_k: int,
-    E: int,
-    K: int,
-    I: int,  # noqa: E741
-    scheme: str,
-    dtype: torch.dtype,
-) -> LayerConfig:
-    """The table's config for a layer on a GPU, or `base` if the table has none. E: experts that
-    share the pairs, on all devices.
-    """
-    name = str(dtype).removeprefix("torch.")
-    rows = get_scheme(scheme).measured_as
-    fields = lookup.layer_config(gpu.name, E, K, I, top_k, rows, name, M)
-    return base if fields is None else config_of(fields, base.sort_chunk)
-
-
-_override: tuple[LayerConfig | None, list[LayerConfig]] | None = None
-
-
-def find(function: Callable[..., LayerConfig], problem: tuple) -> LayerConfig:
-    """`function(*problem)`, unless `override` sets another config or disables the tables."""
-    if _override is None:
-        return function(*problem)
-    config, seen = _override
-    config = config or function(*problem, tables=False)
-    seen.append(config)
-    return config
-
-
-@contextmanager
-def override(config: LayerConfig | None) -> Iterator[list[LayerConfig]]:
-    """Run expert layers with this config, or if None without tables. Yields the list of the
-    configs that were used.
-    """
-    global _override
-    before = _override
-    seen: list[LayerConfig] = []
-    _override = (config, seen)
-    try:
-        yield seen
-    finally:
-        _override = before

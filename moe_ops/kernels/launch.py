@@ -248,8 +248,8 @@ class Gpu(NamedTuple):
 
     @property
     def has_tma(self) -> bool:
-        """Whether it has the tensor memory accelerator, as GPUs whose blocks may use so much shared
-        memory do.
+        """Whether it has the tensor memory accelerator, as GPUs whose blocks may use so much
+        shared memory do.
         """
         return self.shared_memory > 200 * 1024
 

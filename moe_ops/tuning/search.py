@@ -25,17 +25,11 @@ from functools import lru_cache
 import torch
 
 from moe_ops import environment
+from moe_ops.choose import candidates, rank
+from moe_ops.choose.table import override
 from moe_ops.experts import fused_experts
-from moe_ops.kernels.configs import (
-    GEMV,
-    SM90_MMA,
-    SM90_TMA,
-    GemmConfig,
-    LayerConfig,
-    override,
-)
-from moe_ops.kernels.gemm import configs
-from moe_ops.kernels.mixed_gemm import configs as mixed_configs
+from moe_ops.kernels import launch
+from moe_ops.kernels.configs import GEMV, SM90_MMA, LayerConfig
 from moe_ops.kernels.mixed_gemm import operands as mixed_operands
 from moe_ops.kernels.rows.scales import scales
 from moe_ops.tensors import from_quantized, quantize
@@ -44,10 +38,6 @@ _SETS = 8  # routing sets of a timing, replayed in turn
 # in every second set, the expert of rank r is chosen with probability proportional to r ** -1.1
 _ZIPF = 1.1
 _REPLAYS = 9
-_SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that blocks share
-# Weight bytes in flight to a multiprocessor that reach the memory's bandwidth. On an H200 the best
-# configs of fp8_block and bf16 for up to 32 rows an expert had 96 to 180 KiB.
-_IN_FLIGHT = 88 * 1024
 
 
 @dataclass(frozen=True)
@@ -86,63 +76,6 @@ def _concatenate(parts: list, scheme: str) -> torch.Tensor:
             together = torch.cat([t.view(torch.uint8) for t in found])
             tensors[name] = together.view(found[0].dtype)
     return from_quantized(scheme, **tensors)
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """The facts of one of the two GEMMs on which its configs depend."""
-
-    columns: int  # length of its sum (K or I)
-    w_size: int  # bytes a weight element
-    x_size: int  # bytes an element of its input
-    scaled: bool  # each step's sum is scaled before it is added to the total
-    block_ns: tuple[int, ...] = (64, 128, 256)  # rows of the weight in a tile
-
-
-def in_flight(gemm: Gemm, config: GemmConfig, block_m: int) -> float:
-    """Estimated weight bytes in flight to a multiprocessor; 0 if a block does not fit."""
-    block_n, block_k, num_stages, num_warps = config
-    sums = block_n * block_m / (32 * num_warps)
-    # as compiled: 48 registers with 8 plain sums a thread, 72 with 16; with scaled sums 48 with 8,
-    # 156 with 32
-    registers = min(255, 40 + (3.5 if gemm.scaled else 2) * sums)
-    stage = (block_n * gemm.w_size + block_m * gemm.x_size) * block_k
-    # one operand is converted, through shared memory
-    converted = block_m * block_k * 2 if gemm.x_size > gemm.w_size else 0
-    blocks = min(
-        _SHARED_MEMORY // (stage * num_stages + converted + 1024),
-        65536 // (registers * 32 * num_warps),
-    )
-    return blocks * (num_stages - 1) * block_n * block_k * gemm.w_size
-
-
-def candidates(gemm: Gemm, block_m: int, average: float) -> Iterator[GemmConfig]:
-    """Configs of a GEMM that are timed with this BLOCK_M: blocks fit, and enough bytes are in
-    flight.
-
-    Args:
-        average: average rows of an expert. With few, memory bandwidth is the limit, with many the
-            products.
-    """
-    for n in gemm.block_ns:
-        for k in (64, 128) if gemm.w_size > 1 else (128,):
-            if gemm.w_size > 1 and gemm.columns % k:
-                continue
-            for warps in (4, 8):
-                sums = n * block_m / (32 * warps) * (2 if gemm.scaled else 1)
-                if not 8 <= sums <= 128 or (warps == 8 and n < 256 and average <= 32):
-                    continue
-                for stages in (2, 3, 4, 5, 6, 8)[: 6 if n * gemm.w_size == 64 else 5]:
-                    config = GemmConfig(n, k, stages, warps)
-                    if in_flight(gemm, config, block_m) >= (_IN_FLIGHT if average <= 32 else 1):
-                        yield config
-
-
-def block_ms(average: float) -> list[int]:
-    """Values of BLOCK_M that are tried: a block should hold an expert's rows, and not be mostly
-    empty.
-    """
-    return [t for t in (16, 32, 64, 128) if average / 6 <= t <= max(16, 5 * average)] or [128]
 
 
 class Bench:
@@ -251,63 +184,34 @@ def heuristic(bench: Bench) -> LayerConfig:
     return seen[-1]
 
 
-def search_space(
-    target: Target, base: LayerConfig, num_tokens: int
-) -> list[tuple[list[LayerConfig], list[LayerConfig]]]:
+def search_space(target: Target, base: LayerConfig, num_tokens: int) -> candidates.Space:
     """Configs that are tried: for each kind of block a list for GEMM1 and one for GEMM2."""
     K, I = target.hidden_size, target.intermediate_size  # noqa: E741
     average = num_tokens * target.top_k / target.num_experts
     mixed = mixed_operands.describe(target.scheme)
     if mixed is not None and base.kernel == SM90_MMA:
-        return [mixed_configs.token_space(base, target.top_k, K, I, mixed.group)]
+        return candidates.token_space(base, target.top_k, K, I, mixed.group)
     if mixed is not None and base.kernel == GEMV:
-        return [mixed_configs.gemv_space(base, target.top_k, K, I, mixed.bits)]
+        return candidates.mixed_gemv_space(base, target.top_k, K, I, mixed.bits)
     if mixed is not None:
-        return mixed_configs.search_space(base, average, mixed.bits, target.num_experts, K)
+        return candidates.mixed_space(base, average, mixed.bits, target.num_experts, K)
     if base.kernel == GEMV:
-        return [configs.gemv_space(base, K, I)]
-    size = getattr(torch, target.dtype).itemsize
-    w_size = 1 if target.scheme else size
-    x_scale = scales(target.scheme).x
-    space = []
-    for shared in _blocks(base, average, x_scale == "group" and not (K % 16 or I % 16)):
-        scaled = scales(target.scheme).weight == "block" or x_scale != ""
-        whole = x_scale == "group" and not shared.h_in_fp32  # GEMM1 quantizes 128 columns of h
-        first = Gemm(K, w_size, 1 if shared.quantize_x else size, scaled, (256,))
-        if not whole and shared.kernel != SM90_TMA:
-            first = dataclasses.replace(first, block_ns=(64, 128, 256))
-        x_size = size if not x_scale else 4 if shared.h_in_fp32 else 1
-        second = Gemm(I, w_size, x_size, scaled)
-        if shared.kernel == SM90_TMA:
-            second = dataclasses.replace(second, block_ns=(128,) if x_scale else (128, 256))
-        ones = list(candidates(first, shared.block_m, average)) or [base.gemm1]
-        rows = shared.block_m // shared.split_m  # rows of a program
-        twos = list(candidates(second, rows, average)) or [base.gemm2]
-        space.append(
-            (
-                [shared._replace(gemm1=config) for config in ones],
-                [shared._replace(gemm2=config) for config in twos],
-            )
-        )
+        return candidates.gemv_space(base, K, I)
+    size, x_scale = getattr(torch, target.dtype).itemsize, scales(target.scheme).x
+    gpu, space = launch.gpu(torch.cuda.current_device()), []
+    aligned = x_scale == "group" and not (K % 16 or I % 16)
+    for shared in candidates.blocks_of(base, average, aligned):
+        gemms = candidates.gemms_of(shared, K, I, size, bool(target.scheme), x_scale)
+        rows = (shared.block_m, shared.block_m // shared.split_m)  # of a program
+        ones, twos = [
+            rank.ranked(gemm, each, target.num_experts, average, gpu)
+            for gemm, each in zip(gemms, rows, strict=True)
+        ]
+        space.append(candidates.layers(shared, ones or [base.gemm1], twos or [base.gemm2]))
     return space
 
 
-def _blocks(base: LayerConfig, average: float, by_group: bool) -> Iterator[LayerConfig]:
-    """`base` with other values of BLOCK_M, and with x and h quantized by other kernels."""
-    if base.kernel == SM90_TMA:
-        for block_m, split_m in ((64, 1), (128, 1), (128, 2)):
-            yield base._replace(block_m=block_m, split_m=split_m)
-        return
-    modes = [(base.quantize_x, base.h_in_fp32)]
-    # for more tokens, quantizing in the mainloops is slower: every tile does it again
-    if by_group and base.direct:
-        modes = [(True, False), (True, True), (False, False), (False, True)]
-    for block_m in [16] if base.direct else block_ms(average):
-        for quantize_x, h_in_fp32 in modes:
-            yield base._replace(block_m=block_m, quantize_x=quantize_x, h_in_fp32=h_in_fp32)
-
-
-def _pairs(plan: list[tuple[list[LayerConfig], list[LayerConfig]]]) -> Iterator[LayerConfig]:
+def _pairs(plan: candidates.Space) -> Iterator[LayerConfig]:
     """The fewest configs that compile every kernel of a plan."""
     for first, second in plan:
         for i in range(max(len(first), len(second))):

@@ -30,7 +30,8 @@ FLOORS = (
     "schemes",
     "numerics ops",
     "kernels tensors",
-    "backend",  # the names that backends are written with, our own and those of others
+    # `backend`: the names that backends are written with, our own and those of others
+    "choose backend",
     "backends",
     "planning routing",
     "autograd parallel",

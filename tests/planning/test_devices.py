@@ -36,6 +36,7 @@ def amd(monkeypatch):
         name="AMD Instinct MI300X",
         gcnArchName="gfx942:sramecc+:xnack-",
         shared_memory_per_block=65536,
+        multi_processor_count=304,
         total_memory=192 << 30,
     )
     monkeypatch.setattr(torch.version, "hip", "7.0")

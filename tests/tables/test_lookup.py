@@ -4,14 +4,14 @@ import json
 import math
 
 from moe_ops import backends as backends_module
+from moe_ops.choose import plain as configs
+from moe_ops.choose.table import override
 from moe_ops.kernels.configs import (
     SM90_WGMMA,
     GemmConfig,
     config_of,
     fields_of,
-    override,
 )
-from moe_ops.kernels.gemm import configs
 from moe_ops.tables import lookup, record
 from tests.support.cases import BF16
 from tests.tuning.test_tuning import (  # noqa: E402
@@ -79,7 +79,7 @@ def test_configs_that_want_h_in_fp32_are_for_few_rows(table):
 def test_configs_that_want_another_workspace_are_passed_over(table):
     record.record(table, "Test GPU", TARGET, 64, fields_of(MANY._replace(h_in_fp32=True)), 1.0)
     assert not chosen(64).h_in_fp32
-    assert chosen(64) == configs.choose(128, 8, 512, 256, 2, False, GPU.shared_memory)
+    assert chosen(64) == configs.choose(128, 8, 512, 256, 2, False, GPU)
 
 
 def test_quantized_layers_without_a_gate_have_configs_of_their_own(table):

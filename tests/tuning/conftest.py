@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_ops.kernels.gemm import configs
+from moe_ops.choose import plain as configs
 from moe_ops.tables import lookup
 
 

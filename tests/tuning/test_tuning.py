@@ -11,15 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops import backends as backends_module
+from moe_ops.choose import plain as configs
+from moe_ops.choose.table import override
 from moe_ops.kernels.configs import (
     SM90_WGMMA,
     GemmConfig,
     LayerConfig,
     config_of,
     fields_of,
-    override,
 )
-from moe_ops.kernels.gemm import configs
 from moe_ops.kernels.launch import Gpu
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import auto

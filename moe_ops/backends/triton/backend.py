@@ -44,8 +44,7 @@ from moe_ops.backend import (
     round_up,
 )
 from moe_ops.backends.triton.relayout import RELAYOUTS
-from moe_ops.kernels.configs import block_bound
-from moe_ops.kernels.gemm import configs as gemm_configs
+from moe_ops.kernels.configs import SMALLEST_BLOCK_M, block_bound
 from moe_ops.kernels.launch import INTERPRETED, NATIVE_CAPABILITY
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
@@ -215,7 +214,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     h, y, rows = 0, 0, M
     scheme = problem.schemes[0]  # where w2 has another, neither quantizes activations
     mixed = any([operands.describe(name) is not None for name in problem.schemes])
-    block_m = (mixed_configs if mixed else gemm_configs).SMALLEST_BLOCK_M
+    block_m = mixed_configs.SMALLEST_BLOCK_M if mixed else SMALLEST_BLOCK_M
     if problem.kind == "experts":
         pairs = M * problem.top_k
         h, y = pairs, pairs * K

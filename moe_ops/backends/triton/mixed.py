@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton.chunked import run_in_chunks
+from moe_ops.choose import mixed as choose
 from moe_ops.kernels import launch
 from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import (
@@ -95,13 +96,13 @@ def experts(a: ExpertsArgs) -> None:
         one = configs.in_segments(w13, w2, top_k) if rounding is None else None
         w13, w2 = one or (w13, w2)
         if one and M == 1 and sm90_mma().why_not(x, w13, w2, top_k) is None:
-            config = configs.token_of_any_batch(top_k, w13, w2)
+            config = choose.token_of_any_batch(top_k, w13, w2)
         else:
-            config = configs.wgmma_for_any_batch(here, w13, w2)
+            config = choose.wgmma_for_any_batch(here, w13, w2, gpu)
             config = config._replace(sort_chunk=sort_chunk(M * top_k))
     elif a.batch_invariant:
-        facts = (w2.format.bits, dtype, False, gpu.shared_memory)
-        config = configs.for_any_batch(M * top_k, w2.E, K, w2.K, *facts)
+        facts = (w2.format.bits, dtype, False, gpu)
+        config = choose.for_any_batch(M * top_k, w2.E, K, w2.K, *facts)
     else:
         config = _config(a, w13, w2, dtype, rounding, gpu)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
@@ -116,7 +117,7 @@ def experts(a: ExpertsArgs) -> None:
     if config.kernel == SM90_WGMMA:
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
         if w2.wgmma_format.x_bits == 8:
-            in_e4m3 = configs.multiplies_e4m3(config, w2, split_k, here)
+            in_e4m3 = configs.multiplies_e4m3(config, w2, split_k, here, gpu)
             # under batch_invariant all in bf16: bits of products in e4m3 differ from theirs
             if a.batch_invariant or not in_e4m3:
                 w13, w2 = w13.in_16_bits(), w2.in_16_bits()
@@ -177,12 +178,12 @@ def _config(
     (M, top_k), K = a.topk_ids.shape, a.out.shape[1]
     wgmma = one_token = False
     here = pairs_here(M * top_k, w2.E, a.global_experts)
-    many = configs.many_rows(here, w2.E, w2.K, w2.format.bits)
+    many = choose.many_rows(here, w2.E, w2.K, w2.format.bits)
     many = many and runs_packed(a, w13, w2, rounding)
     token = None
     if M == 1 and rounding is None:
         one_token = gemv.why_not(w13, w2) is None
-        token = configs.token_facts(w13, w2)
+        token = choose.token_facts(w13, w2)
         if token is not None and not (
             runs_wgmma(a, w13, w2, dtype, rounding)
             and sm90_mma().why_not(a.hidden_states, w13, w2, top_k) is None
@@ -191,7 +192,7 @@ def _config(
     else:
         wgmma = runs_wgmma(a, w13, w2, dtype, rounding)
     prepared = a.layout != ""
-    config = configs.for_experts(
+    config = choose.for_experts(
         *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),
         *(wgmma, one_token, prepared, a.global_experts),
         *(min(w13.stages_of_many, w2.stages_of_many), token, many),
@@ -353,8 +354,8 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     _, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
-    choose = configs.for_any_batch if a.batch_invariant else configs.choose
-    config = choose(*(E * T, E, K, w2.K, w2.format.bits, dtype, False, gpu.shared_memory))
+    of_rows = choose.for_any_batch if a.batch_invariant else choose.choose
+    config = of_rows(*(E * T, E, K, w2.K, w2.format.bits, dtype, False, gpu))
     parts, behind = batched_chunks(a), None
     if rounding is not None and rounding.SCALE == "nv":
         behind = x_elements(parts[0].w2.shape[0] * T, K, rounding)
@@ -410,8 +411,8 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w = operand_of("weight", a.weight, scales, a.bias, a.scheme, gpu)
     K, rounding = w.K, rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
-    choose = configs.for_any_batch if a.batch_invariant else configs.choose
-    config = choose(S, w.E, K, K, w.format.bits, dtype, False, gpu.shared_memory)
+    of_rows = choose.for_any_batch if a.batch_invariant else choose.choose
+    config = of_rows(S, w.E, K, K, w.format.bits, dtype, False, gpu)
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.
     routing = sorted_rows(a.index_workspace, w.E, num_blocks_of(S, w.E + 1, block_m))

@@ -9,17 +9,17 @@ from functools import lru_cache
 import torch
 
 from moe_ops.backends.triton.chunked import run_in_chunks
-from moe_ops.kernels import launch
-from moe_ops.kernels.comm.push import sum_ranks
-from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig, block_bound
-from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
-from moe_ops.kernels.gemm.configs import (
+from moe_ops.choose.plain import (
     LARGE_ROWS,
     choose,
     for_any_batch,
     for_experts,
     same_bits_in_all_tiles,
 )
+from moe_ops.kernels import launch
+from moe_ops.kernels.comm.push import sum_ranks
+from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig, block_bound
+from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
 from moe_ops.kernels.gemm.operands import (
     Activated,
     Output,
@@ -75,7 +75,7 @@ def experts(a: ExpertsArgs) -> None:
     w_scale, x_scale, *_ = scaling
     pairs, scales = M * top_k, (w_scale, x_scale)
     if a.batch_invariant and not same_bits_in_all_tiles(dtype, device):
-        facts = (dtype.itemsize, False, gpu.shared_memory, *scales, activation.GATED)
+        facts = (dtype.itemsize, False, gpu, *scales, activation.GATED)
         config = for_any_batch(pairs, E, K, I, *facts)
     else:
         tma = pairs >= LARGE_ROWS * a.global_experts
@@ -179,7 +179,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
-    facts = (dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, activation.GATED)
+    facts = (dtype.itemsize, False, gpu, w_scale, x_scale, activation.GATED)
     one_config = a.batch_invariant and not same_bits_in_all_tiles(dtype, device)
     config = (for_any_batch if one_config else choose)(E * T, E, K, I, *facts)
     run_in_chunks(
@@ -247,7 +247,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w_scale, x_scale, *_ = scaling
     one_config = a.batch_invariant and not same_bits_in_all_tiles(out.dtype, device)
     config = (for_any_batch if one_config else choose)(
-        S, E, K, K, out.dtype.itemsize, False, gpu.shared_memory, w_scale, x_scale, False
+        S, E, K, K, out.dtype.itemsize, False, gpu, w_scale, x_scale, False
     )
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton import mixed
+from moe_ops.choose import mixed as choose
+from moe_ops.choose.table import ROWS_OF_ANY_BATCH
 from moe_ops.kernels import launch
 from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import (
     GEMV,
-    ROWS_OF_ANY_BATCH,
     SM90_PACKED,
     SM90_WGMMA,
     GemmConfig,
@@ -93,10 +94,10 @@ def _config(
         rows = ROWS_OF_ANY_BATCH * E
     elif isinstance(w13, MixedOperand) and isinstance(w2, MixedOperand):
         if M == 1 and gemv.why_not_one(w13) is gemv.why_not_one(w2) is None:
-            return configs.gemv_of_two_formats(top_k, K, I, bits, chunk)
+            return choose.gemv_of_two_formats(top_k, K, I, bits, chunk, gpu)
         most = max(bits)  # products in fewer bits are faster by others for some more rows
-        if configs.many_rows(rows, E, I, most) and mixed.runs_packed(a, w13, w2, None):
-            return configs.MANY_ROWS
+        if choose.many_rows(rows, E, I, most) and mixed.runs_packed(a, w13, w2, None):
+            return choose.MANY_ROWS
         wgmma, direct = mixed.runs_wgmma(a, w13, w2, dtype, None), M == 1
         direct = direct and not wgmma
     else:
@@ -104,8 +105,8 @@ def _config(
         narrow = w13 if isinstance(w13, MixedOperand) else w2
         assert isinstance(narrow, MixedOperand), (w13, w2)
         wgmma = not direct and mixed.runs_wgmma(a, narrow, narrow, dtype, None)
-    facts = (dtype, activation.GATED, direct, wgmma, gpu.shared_memory, chunk)
-    return configs.of_two_formats(rows, E, K, I, bits, *facts)
+    facts = (dtype, activation.GATED, direct, wgmma, gpu, chunk)
+    return choose.of_two_formats(rows, E, K, I, bits, *facts)
 
 
 def _launches(
@@ -174,9 +175,9 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     w13, w2 = _weights(a, gpu)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     rows = (ROWS_OF_ANY_BATCH if a.batch_invariant else T) * E
-    bits, facts = (_bits(w13), _bits(w2)), (False, False, gpu.shared_memory, sort_chunk(E * T))
+    bits, facts = (_bits(w13), _bits(w2)), (False, False, gpu, sort_chunk(E * T))
     sizes = (rows, E, K, _columns(w2), bits, x.dtype, activation.GATED)
-    config = configs.of_two_formats(*sizes, *facts)
+    config = choose.of_two_formats(*sizes, *facts)
     for part in batched_chunks(a):
         run(_batched_launches(part, activation, config, gpu), x.get_device(), gpu)
 

@@ -53,8 +53,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels import launch
 from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox, has_flags
-from moe_ops.kernels.configs import MULTIPROCESSORS
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.launch import (
@@ -852,7 +852,7 @@ def push_sums(
     grid = grid_of(layout)
     # Sums of parts spill 23 to 114 of a thread's registers with so few. They are of few pairs,
     # whose programs mostly have a multiprocessor each.
-    alone = pairs.SPLIT_K > 1 and grid[0] <= MULTIPROCESSORS
+    alone = pairs.SPLIT_K > 1 and grid[0] <= launch.gpu(out.get_device()).multiprocessors
     most_registers = None if alone else MAX_REGISTERS
     return Launch(moe_ops_push_sums, grid, args, num_warps or tile.num_warps, most_registers)
 

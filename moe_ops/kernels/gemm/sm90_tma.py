@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.kernels.configs import LARGE_SHARED_MEMORY, LayerConfig
+from moe_ops.kernels.configs import LayerConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile, pairs_at
 from moe_ops.kernels.device.e4m3 import (
@@ -589,7 +589,7 @@ def why_not(
 ) -> str | None:
     """Why these kernels cannot run a layer, or None."""
     I = w2.data.shape[2]  # noqa: E741
-    if gpu.shared_memory <= LARGE_SHARED_MEMORY:
+    if not gpu.has_tma:
         return "the GPU has no tensor memory accelerator"
     if not (_describable(w13) and _describable(w2)):
         return "rows of weights must be contiguous and start at multiples of 16 bytes"

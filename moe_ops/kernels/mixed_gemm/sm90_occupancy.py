@@ -7,11 +7,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from moe_ops.kernels.configs import MULTIPROCESSORS, GemmConfig
+from moe_ops.kernels.configs import GemmConfig
+from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm.operands import Format
 from moe_ops.meta.workspace import cdiv
 
-SHARED_MEMORY, REGISTERS = 228 * 1024, 65536  # of a multiprocessor
 # registers a thread in the last four warps of a block, of which one is the producer
 PRODUCER_REGISTERS = 24
 MAX_CONSUMER_REGISTERS = 232  # registers a thread in the consumer warps, at most
@@ -64,7 +64,7 @@ class Occupancy(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def occupancy(kernel: WgmmaKernel, tiles: int) -> Occupancy:
+def occupancy(kernel: WgmmaKernel, tiles: int, gpu: Gpu) -> Occupancy:
     """The Occupancy of a GEMM of `tiles` tiles.
 
     A multiprocessor holds as many blocks as fit, because each hides the latency of the others. If
@@ -75,47 +75,47 @@ def occupancy(kernel: WgmmaKernel, tiles: int) -> Occupancy:
     stream = _may_stream(kernel)
     overlap = stream or _may_overlap(kernel)
     if kernel.format.name != "e2m1_words":
-        blocks = _max_blocks(kernel, _min_registers(kernel, overlap))
-        if _fit_in_three(kernel, tiles) and not overlap:
-            overlap = _max_blocks(kernel, _min_registers(kernel, True)) >= 3
+        blocks = _max_blocks(kernel, _min_registers(kernel, overlap), gpu)
+        if _fit_in_three(kernel, tiles, gpu) and not overlap:
+            overlap = _max_blocks(kernel, _min_registers(kernel, True), gpu) >= 3
             blocks = min(blocks, 3) if overlap else blocks
     else:
-        most = _max_blocks(kernel, _min_registers(kernel, kernel.more > 0))
+        most = _max_blocks(kernel, _min_registers(kernel, kernel.more > 0), gpu)
         choice = range(min(3, most), most + 1)
-        blocks = min(choice, key=lambda blocks: (_time(tiles, blocks), -blocks))
-        overlap = overlap and _max_blocks(kernel, _min_registers(kernel, True)) >= blocks
+        blocks = min(choice, key=lambda blocks: (_time(tiles, blocks, gpu), -blocks))
+        overlap = overlap and _max_blocks(kernel, _min_registers(kernel, True), gpu) >= blocks
     registers = min(
-        REGISTERS // (blocks * kernel.threads), int(kernel.average(MAX_CONSUMER_REGISTERS))
+        gpu.registers // (blocks * kernel.threads), int(kernel.average(MAX_CONSUMER_REGISTERS))
     )
     return Occupancy(blocks, registers // 8 * 8, overlap, stream)
 
 
-def _fit_in_three(kernel: WgmmaKernel, tiles: int) -> bool:
+def _fit_in_three(kernel: WgmmaKernel, tiles: int, gpu: Gpu) -> bool:
     """Whether all tiles of int4 run at once with three blocks a multiprocessor, so that registers
     for a fourth are better spent on the overlap.
     """
-    few = tiles <= 3 * MULTIPROCESSORS
+    few = tiles <= 3 * gpu.multiprocessors
     return few and kernel.block_m == 8 and (kernel.format.name, kernel.format.scale) == INT4
 
 
-def _time(tiles: int, blocks: int) -> float:
+def _time(tiles: int, blocks: int, gpu: Gpu) -> float:
     """Estimated time of a GEMM in waves of `blocks` blocks a multiprocessor, in units of the time
     that a block's copies take. A wave takes 1.2 more for its start and end, as measured. The
     sum over a few numbers of tiles accounts for routing that makes more or fewer.
     """
-    waves = [cdiv(tiles * percent, 100 * MULTIPROCESSORS * blocks) for percent in (95, 100, 105)]
-    return sum(waves) * (blocks + 1.2)
+    each = 100 * gpu.multiprocessors * blocks
+    return sum([cdiv(tiles * percent, each) for percent in (95, 100, 105)]) * (blocks + 1.2)
 
 
-def _max_blocks(kernel: WgmmaKernel, consumer_registers: int) -> int:
+def _max_blocks(kernel: WgmmaKernel, consumer_registers: int, gpu: Gpu) -> int:
     """Blocks that fit on a multiprocessor, with so many registers a consumer thread."""
     block_n, _, num_stages, _ = kernel.config
     weight_bytes, x_bytes = block_n * kernel.format.bits / 8, kernel.block_m * 2  # of one column
     if kernel.format.name == "e2m1_words":
         weight_bytes += block_n / kernel.format.group
     shared = num_stages * kernel.block_k * (weight_bytes + x_bytes) + 2048
-    fit = max(1, int(SHARED_MEMORY // shared))
-    by_registers = int(REGISTERS // (kernel.average(consumer_registers) * kernel.threads))
+    fit = max(1, int(gpu.multiprocessor_memory // shared))
+    by_registers = int(gpu.registers // (kernel.average(consumer_registers) * kernel.threads))
     return min(fit, max(2, by_registers))  # two blocks that spill are faster than one
 
 

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.configs import MULTIPROCESSORS, GemmConfig
+from moe_ops.kernels.configs import GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import (
     BLOCKS_WITH_COUNTERS,
@@ -96,7 +96,12 @@ from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
     scale_pointers,
     share_of,
 )
-from moe_ops.kernels.mixed_gemm.sm90_occupancy import WgmmaKernel, columns_of, occupancy
+from moe_ops.kernels.mixed_gemm.sm90_occupancy import (
+    Occupancy,
+    WgmmaKernel,
+    columns_of,
+    occupancy,
+)
 from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, RouterWeights, Routing
 from moe_ops.kernels.rows.emulated import Hidden, row_scale
 from moe_ops.kernels.rows.rounding import GAP, Rounding
@@ -1286,6 +1291,11 @@ def expected_blocks(pairs: int, experts: int, num_ids: int, block_m: int) -> flo
     return max(experts * (1 - (1 - 1 / experts) ** pairs_here), pairs_here / block_m)
 
 
+def programs_at_once(held: Occupancy, gpu: Gpu) -> int:
+    """Programs of a GEMM that run at the same time."""
+    return held.blocks * gpu.multiprocessors
+
+
 def programs_of_pair(at_once: int, blocks: float, pairs: float, tiles_per_block: int) -> int:
     """Programs of each of so many pairs expected here, all of which run at once together: none
     should wait for one that takes tile after tile. Or one for each tile, if those of all blocks
@@ -1336,6 +1346,7 @@ def _prepare(
     split_k: int,
     pairs: int,
     num_ids: int,
+    gpu: Gpu,
 ) -> _Prepared:
     """What follows from shapes, the config and the number of pairs. Cached, because each call
     would compute it again.
@@ -1349,8 +1360,8 @@ def _prepare(
     blocks = expected_blocks(pairs, E, num_ids, block_m)
     steps = cdiv(cdiv(K, block_k), split_k)
     kernel = WgmmaKernel(of, k_chunk, has_zero, config, block_m, block_k, steps, streams)
-    held = occupancy(kernel, int(blocks * tiles_per_block))
-    programs = held.blocks * MULTIPROCESSORS
+    held = occupancy(kernel, int(blocks * tiles_per_block), gpu)
+    programs = programs_at_once(held, gpu)
     unsorted = max_unsorted_pairs(pairs, E)
     if unsorted:
         pairs_here = pairs * E / num_ids
@@ -1406,6 +1417,7 @@ def _operand(
     block_m: int,
     split_k: int,
     pairs: SortedPairs,
+    gpu: Gpu,
 ) -> _Operand:
     """The _Operand of a weight. If a thread needs two neighbouring e4m3 scales, they are one
     element of 16 bits.
@@ -1433,7 +1445,7 @@ def _operand(
         *(of, data.shape, data.stride(), k_chunk, w.chunks(config)),
         *(w.has_zero, w.streams, w.segments),
         *(scale_shape, scale_strides),
-        *(halves, config, block_m, split_k, pairs.S, pairs.num_ids),
+        *(halves, config, block_m, split_k, pairs.S, pairs.num_ids, gpu),
     )
     w_scales = None
     if elements is not None and prepared.w_scales is not None:
@@ -1553,7 +1565,9 @@ def gemm1(
     gated = activation.GATED
     halves = 2 if gated and not activation.INTERLEAVED else 1
     pairs, pair_strides = routing
-    w, w_scales, pointers, strides, prepared = _operand(w13, halves, config, block_m, 1, pairs)
+    w, w_scales, pointers, strides, prepared = _operand(
+        w13, halves, config, block_m, 1, pairs, gpu
+    )
     if w2 is None:
         I = w13.N // 2 if gated else w13.N  # noqa: E741
         hidden = HiddenRows(h, w13.k_chunk, 16, False)
@@ -1598,7 +1612,9 @@ def gemm2(
     scales. h is sorted by expert, y has the order of the pairs.
     """
     pairs, pair_strides = routing
-    w, w_scales, pointers, strides, prepared = _operand(w2, 1, config, block_m, split_k, pairs)
+    w, w_scales, pointers, strides, prepared = _operand(
+        w2, 1, config, block_m, split_k, pairs, gpu
+    )
     N = w2.N
     args = Gemm2(
         y=y,

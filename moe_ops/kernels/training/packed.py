@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.kernels.configs import GROUP_M, LARGE_SHARED_MEMORY
+from moe_ops.kernels.configs import GROUP_M
 from moe_ops.kernels.device.blocks import block_and_tile
 from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.launch import (
@@ -362,5 +362,5 @@ def multiply(
         tile=tile,
     )
     grid = (routing.num_blocks * cdiv(y.shape[1], BLOCK_OUT), 1, 1)
-    few = gpu.shared_memory > LARGE_SHARED_MEMORY and of.bits != 6
+    few = gpu.has_tma and of.bits != 6
     return Launch(moe_ops_train_packed, grid, args, 4 if few else 8)

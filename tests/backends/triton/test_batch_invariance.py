@@ -20,8 +20,8 @@ from moe_ops import activations
 from moe_ops.autograd import fused, training
 from moe_ops.backend import Library
 from moe_ops.backends.triton import backend, chunked, mixed, plain
+from moe_ops.choose import plain as choose
 from moe_ops.kernels import launch
-from moe_ops.kernels.gemm import configs as gemm_configs
 from moe_ops.kernels.launch import Gpu
 from moe_ops.numerics.sums import add_by_tree
 from moe_ops.ops.call import ExpertsCall, Weight
@@ -175,9 +175,9 @@ def test_every_number_of_tokens_is_summed_alike(kind, scheme):
 
 
 def test_tiles_follow_rows_on_sm90_alone():
-    same_bits = gemm_configs.same_bits_in_all_tiles.__wrapped__
+    same_bits = choose.same_bits_in_all_tiles.__wrapped__
     for device, major, shown in ((0, 9, True), (0, 10, False), (0, 8, False), (-1, 9, False)):
-        with mock.patch.object(gemm_configs.environment, "capability", lambda _, m=major: (m, 0)):
+        with mock.patch.object(choose.environment, "capability", lambda _, m=major: (m, 0)):
             assert same_bits(BF16, device) == shown
             assert not same_bits(FP16, device) and not same_bits(FP32, device)
 
@@ -205,13 +205,13 @@ def test_a_tier_that_is_let_through_is_seen():
     with mock.patch.object(plain, "for_any_batch", by_rows):
         leaking = [computed("experts", "", FP32, M, True) for M in COUNTS]
     assert any(facts != leaking[0] for facts in leaking[1:])
-    with mock.patch.object(gemm_configs, "_has_wgmma_of_8_bits", lambda config: True):
-        gemm_configs._for_experts.cache_clear()
+    with mock.patch.object(choose, "_has_wgmma_of_8_bits", lambda config: True):
+        choose._for_experts.cache_clear()
         try:
             with pytest.raises(AssertionError, match="2 >= 4"):
                 sums(computed("experts", "fp8_block", BF16, 8, True))
         finally:
-            gemm_configs._for_experts.cache_clear()
+            choose._for_experts.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_the_interpreter_sees_a_kernel_that_is_let_through(monkeypatch):
 
     def leaking(rows, E, K, I, *facts):  # noqa: E741
         config = chosen(rows, E, K, I, *facts)
-        one = gemm_configs._choose_gemv(False, 4, K, I, config.sort_chunk)
+        one = choose._choose_gemv(False, 4, K, I, config.sort_chunk)
         return one if rows == TOP_K else config
 
     monkeypatch.setattr(plain, "for_any_batch", leaking)

@@ -11,6 +11,8 @@ import torch
 
 import moe_ops
 from moe_ops import environment
+from moe_ops.choose import mixed as choose
+from moe_ops.choose import table
 from moe_ops.kernels import configs as kernel_configs
 from moe_ops.kernels import launch
 from moe_ops.kernels.launch import Gpu
@@ -45,7 +47,7 @@ SIZES = {"E": 4, "top_k": 2, "K": 128, "I": 64}
     ],
 )
 def test_from_how_many_rows_on(rows, I, bits, expected):  # noqa: E741
-    assert configs.many_rows(rows * 8, 8, I, bits) == expected
+    assert choose.many_rows(rows * 8, 8, I, bits) == expected
 
 
 def launches_of(case: Case, **options) -> list:
@@ -130,8 +132,8 @@ def test_a_table_does_not_choose_it():
     """A table has what was measured at the nearest M, where experts may have had more rows, in a
     layer without router weights on the input."""
     problem = (192, 2, 8, 4096, 14336, BF16, Gpu(227 * 1024, True, True), "fp8_w8a16:block", 8)
-    with mock.patch.object(configs, "measured", lambda *_: configs.MANY_ROWS):
-        found = configs.for_experts(*problem, True, False)
+    with mock.patch.object(choose, "measured", lambda *_: choose.MANY_ROWS):
+        found = choose.for_experts(*problem, True, False)
     assert found.kernel == kernel_configs.SM90_WGMMA
 
 
@@ -202,7 +204,7 @@ def test_values(scheme, activation):
     sizes = {"M": 301, "E": 5, "top_k": 3, "K": 448, "I": 192, "bias": True, "expert_map": True}
     case = Case("cuda", BF16, scheme, activation, **sizes)
     with (
-        kernel_configs.override(configs.MANY_ROWS) as seen,
+        table.override(choose.MANY_ROWS) as seen,
         mock.patch.object(case, "args_for", lambda _: case.args),  # prepared weights do not run so
         mock.patch.object(mixed, "packed_launches", wraps=mixed.packed_launches) as used,
     ):
@@ -213,7 +215,7 @@ def test_values(scheme, activation):
 @pytest.mark.parametrize("scheme", [pytest.param("fp8_w8a16:block", marks=ON_GPU)])
 def test_nan_stays_with_its_token(scheme):
     case = Case("cuda", BF16, scheme, "silu", M=300, E=4, top_k=2, K=256, I=128)
-    with kernel_configs.override(configs.MANY_ROWS):
+    with table.override(choose.MANY_ROWS):
         clean = moe_ops.fused_experts(*case.args, backend="triton")
         case.args[0][7] = math.nan
         spoiled = moe_ops.fused_experts(*case.args, backend="triton")

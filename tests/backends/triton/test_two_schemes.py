@@ -12,13 +12,15 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops.choose import mixed as configs
 from moe_ops.kernels.configs import GEMV, SM80_MMA, SM90_WGMMA
-from moe_ops.kernels.launch import INTERPRETED
-from moe_ops.kernels.mixed_gemm import configs
+from moe_ops.kernels.launch import INTERPRETED, Gpu
 from moe_ops.planning import machine as machines
 from tests.support.cases import BF16, FP16, FP32, Case, check_batched, refill
 from tests.support.fake_cuda import H200
 from tests.support.paths import ROOT, TOOLS
+
+GPU = Gpu(227 * 1024, True, True)
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs triton's interpreter")
 PAIRS = (
@@ -97,17 +99,18 @@ def test_kernels_on_hopper():
 
 
 def test_configs_have_the_tiles_of_each_format():
-    sizes, rest = (128, 2048, 768), (True, False, True, 227 * 1024, 64)
+    sizes, rest = (128, 2048, 768), (True, False, True, GPU, 64)
     for rows in (64, 512, 4096):
         one = configs.of_two_formats(rows, *sizes, (4, 8), BF16, *rest)
-        four, eight = [configs.choose_wgmma(rows, *sizes, bits, 64) for bits in (4, 8)]
+        four, eight = [configs.choose_wgmma(rows, *sizes, bits, 64, gpu=GPU) for bits in (4, 8)]
         assert (one.gemm1, one.gemm2, one.block_m) == (four.gemm1, eight.gemm2, four.block_m)
         assert one.kernel == SM90_WGMMA and one.split_k == eight.split_k
         beside = configs.of_two_formats(rows, *sizes, (4, 16), BF16, *rest)
         assert beside.block_m >= 16 and beside.split_k == 1
-    older = configs.of_two_formats(512, *sizes, (4, 16), BF16, True, False, False, 99 * 1024, 64)
+    ada = GPU._replace(shared_memory=99 * 1024)
+    older = configs.of_two_formats(512, *sizes, (4, 16), BF16, True, False, False, ada, 64)
     assert older.kernel == SM80_MMA
-    token = configs.gemv_of_two_formats(8, 2048, 768, (4, 8), 64)
+    token = configs.gemv_of_two_formats(8, 2048, 768, (4, 8), 64, GPU)
     assert token.kernel == GEMV and token.gemm1 != token.gemm2
 
 

@@ -16,8 +16,9 @@ from tests.support.cases import BF16, FP16, FP32, Case
 triton = pytest.importorskip("triton")
 
 from moe_ops.backends.triton import backend
-from moe_ops.kernels.configs import GemmConfig, LayerConfig, override
-from moe_ops.kernels.gemm import configs
+from moe_ops.choose import plain as configs
+from moe_ops.choose.table import override
+from moe_ops.kernels.configs import GemmConfig, LayerConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.rows import e4m3_int8
 from moe_ops.kernels.rows.scales import hidden, rows_of
@@ -262,7 +263,9 @@ def test_workspaces_hold_whatever_config_is_chosen(scheme):
                 for b in backend.workspace_shapes(M, problem)
             ]
             for memory in (99 * 1024, 227 * 1024):
-                config = configs.choose(pairs, E, K, I, 2, M == 1, memory, *scales)
+                config = configs.choose(
+                    pairs, E, K, I, 2, M == 1, Gpu(memory, True, True), *scales
+                )
                 codes = torch.float8_e4m3fn
                 h, _ = hidden(ws13, pairs, I, BF16, scales.x, config, static, codes)
                 x = rows_of(torch.empty(M, K, device="meta"))

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig, override
-from moe_ops.kernels.gemm.configs import _choose_gemv
+from moe_ops.choose.plain import _choose_gemv
+from moe_ops.choose.table import override
+from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import INTERPRETED
 from tests.kernels.mixed_gemm.test_sm80_mma import everywhere
 from tests.support import cases

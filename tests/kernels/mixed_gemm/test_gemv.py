@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig, override
-from moe_ops.kernels.mixed_gemm import configs
+from moe_ops.choose import candidates
+from moe_ops.choose import mixed as choose
+from moe_ops.choose.table import override
+from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
+from moe_ops.kernels.launch import gpu
 from moe_ops.schemes import get_scheme
 from tests.kernels.gemm.test_gemv import amid_nan, off_by, steps_of
 from tests.kernels.mixed_gemm.test_sm80_mma import FORMATS, everywhere
@@ -43,7 +46,7 @@ WAYS = [
 def kernels(monkeypatch):
     """The kernels that a test launched, which leave out those of sm90_mma.py on a GPU."""
     found: list[str] = []
-    monkeypatch.setattr(configs, "token_facts", lambda *_: None)
+    monkeypatch.setattr(choose, "token_facts", lambda *_: None)
     run = mixed.run
 
     def spy(launches, *rest):
@@ -266,8 +269,8 @@ def test_configs_to_search(bits, K, I, top_k):  # noqa: E741
     """Every warp of a program has columns of its own, and the tiles taken without a table are
     among those searched.
     """
-    base = configs._choose_gemv(top_k, K, I, bits, 64)
-    first, second = configs.gemv_space(base, top_k, K, I, bits)
+    base = choose._choose_gemv(top_k, K, I, bits, 64, gpu(-1))
+    ((first, second),) = candidates.mixed_gemv_space(base, top_k, K, I, bits)
     ones, twos = [config.gemm1 for config in first], [config.gemm2 for config in second]
     assert base.kernel == GEMV and base.gemm1 in ones and base.gemm2 in twos
     for gemm in (*ones, *twos):

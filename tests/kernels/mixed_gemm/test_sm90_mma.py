@@ -16,6 +16,7 @@ from tests.support.cases import BF16, FP32, Case
 
 pytest.importorskip("triton.experimental.gluon")
 
+from moe_ops.choose import candidates, mixed
 from moe_ops.kernels.configs import SM90_MMA, GemmConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import configs, sm90_decode, sm90_mainloop, sm90_mma
@@ -121,9 +122,9 @@ def test_where_all_of_h_is_brought_at_once(tile, rows):
 @pytest.mark.parametrize("top_k, I", [(1, 8192), (2, 8192), (2, 14336), (4, 2880), (4, 4096)])
 def test_all_of_h_has_the_chunks_of_all_rounds(top_k, I):  # noqa: E741
     """Whatever config a search tries: those past the row's end are zeros, too."""
-    base = configs._choose_token(top_k, 2880, I, 128, 32, 64)
+    base = mixed._choose_token(top_k, 2880, I, 128, 32, 64, GPU)
     slots, whole = configs.token_slots(top_k), 0
-    _, twos = configs.token_space(base, top_k, 2880, I, 32)
+    ((_, twos),) = candidates.token_space(base, top_k, 2880, I, 32)
     for block_n, _, depth, warps in {two.gemm2 for two in (base, *twos)}:
         parts = 16 * warps // block_n
         chunks = cdiv(cdiv(I, 128), parts)
@@ -175,12 +176,12 @@ def test_rows_under_batch_invariant_are_summed_in_segments(scheme, scales, K, pa
     found = configs.in_segments(w, w, top_k)
     assert found is not None
     assert [one.segments for one in found] == [parts, parts if top_k <= 8 else 1]
-    token = configs.token_of_any_batch(top_k, *found)
+    token = mixed.token_of_any_batch(top_k, *found)
     for one, gemm in zip(found, (token.gemm1, token.gemm2), strict=True):
         tile = sm90_mma._tile_of(one, gemm)
         assert (tile.SPLIT, tile.K_PART * one.segments, tile.TWO) == (one.segments, K, False)
     for rows in (1, 8, 100, 300, 1000, 10000):
-        many = configs.wgmma_for_any_batch(rows, *found)
+        many = mixed.wgmma_for_any_batch(rows, *found, GPU)
         for one, gemm in zip(found, (many.gemm1, many.gemm2), strict=True):
             assert K // one.segments % one.block_k(gemm) == 0 and many.split_k == 1
             if many.block_m == 64:  # registers for two sums
@@ -214,11 +215,11 @@ def test_which_token_these_kernels_serve():
     configs that were measured."""
     taken = [weight("int4_w4a16:g128", 512)]
     taken += [weight(f"{name}_w4a16", 512, dtype, TRITON_E2M1) for name, dtype in E2M1]
-    found = [configs.token_facts(w, w) for w in taken]
+    found = [mixed.token_facts(w, w) for w in taken]
     assert found == [(128, 128), (128, 32), (128, 16)]
     others = [weight("int4_w4a16:g32", 512), weight("int4_w4a16:g128", 512, FP32)]
     others += [weight("mxfp4_w4a16", 512, torch.uint8), weight("int4_w4a16:g128", 4224)]
-    assert not any(configs.token_facts(w, w) for w in others)
+    assert not any(mixed.token_facts(w, w) for w in others)
     for sizes, expected in {
         (8, 2048, 768, 128, 128): ((16, 8, 2), (128, 3, 16)),
         (2, 4096, 14336, 128, 128): ((16, 8, 4), (32, 4, 8)),
@@ -234,7 +235,7 @@ def test_which_token_these_kernels_serve():
         (2, 4096, 6400, 128, 128): ((16, 8, 4), (32, 2, 16)),
         (4, 3072, 1024, 128, 128): ((16, 6, 4), (64, 4, 8)),
     }.items():
-        found = configs._choose_token(*sizes, 64)
+        found = mixed._choose_token(*sizes, 64, GPU)
         gemms = [(g.block_n, g.num_stages, g.num_warps) for g in (found.gemm1, found.gemm2)]
         assert found.kernel == SM90_MMA and tuple(gemms) == expected
 
@@ -244,8 +245,8 @@ def test_which_token_these_kernels_serve():
 )
 def test_search_tries_parts_that_rows_have(top_k, K, I, group):  # noqa: E741
     """And as many warps of GEMM2 as slots and parts."""
-    base = configs._choose_token(top_k, K, I, 128, group, 64)
-    ones, twos = configs.token_space(base, top_k, K, I, group)
+    base = mixed._choose_token(top_k, K, I, 128, group, 64, GPU)
+    ((ones, twos),) = candidates.token_space(base, top_k, K, I, group)
     assert base.gemm1 in [one.gemm1 for one in ones] and base.gemm2 in [t.gemm2 for t in twos]
     slots = configs.token_slots(top_k)
     for gemms, columns, rows in (

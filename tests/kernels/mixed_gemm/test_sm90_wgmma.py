@@ -25,11 +25,12 @@ pytest.importorskip("triton.experimental.gluon")
 import moe_ops
 from moe_ops import environment
 from moe_ops.backends.triton import mixed
-from moe_ops.kernels import configs as kernel_configs
+from moe_ops.choose import mixed as choose
+from moe_ops.choose.table import override
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
 from moe_ops.kernels.device.blocks import TAKEN1, TAKEN2, pack_block, unpack_block
-from moe_ops.kernels.launch import gpu
+from moe_ops.kernels.launch import Gpu, gpu
 from moe_ops.kernels.mixed_gemm import (
     configs,
     gemv,
@@ -51,6 +52,7 @@ from tools import wgmma_registers
 
 WHY_NO_GLUON = environment.why_no_gluon(environment.TRITON)
 SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+GPU = Gpu(227 * 1024, True, True)
 ON_GPU = (
     pytest.mark.gpu,
     pytest.mark.skipif(not SM90 or WHY_NO_GLUON is not None, reason=WHY_NO_GLUON or "needs SM90"),
@@ -428,7 +430,8 @@ def test_first_block_says_how_many_are_used(experts):
 COMPILE = """
 from tools import compile_kernels as c
 from tools.wgmma_registers import overwritten, product_loop
-from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig, override
+from moe_ops.choose.table import override
+from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
 gpu = c.gpu_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "int4_w4a8": "gelu"}
 cases |= {"fp8_w8a16:block": "relu2_no_mul"}
@@ -545,7 +548,8 @@ def prepare(w: MixedOperand, halves: int, gemm: GemmConfig):
     """A weight as a GEMM takes it, with boxes of a tile and a step."""
     ids, index = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(14, dtype=torch.int32)
     routing = route_pairs(index, ids, None, w.E, 2, False)
-    return sm90_wgmma._operand(w, halves, gemm, 8, 1, sm90_wgmma.pair_routing(routing, 6).pairs)
+    pairs = sm90_wgmma.pair_routing(routing, 6).pairs
+    return sm90_wgmma._operand(w, halves, gemm, 8, 1, pairs, GPU)
 
 
 def test_descriptors_take_rows_of_16_byte_step_alone():
@@ -684,7 +688,7 @@ def check(scheme: str, config: LayerConfig | None, activation: str = "silu", **s
         case.args[1:3] = scaled
     with (
         mock.patch.dict(relayout.RELAYOUTS, {} if words else {"triton": ()}),
-        kernel_configs.override(config),
+        override(config),
         watched() as used,
     ):
         case.check("triton")
@@ -770,7 +774,11 @@ def test_split_k(scheme, split_k, I, config):  # noqa: E741
 @contextmanager
 def few_programs(multiprocessors: int = 1) -> Iterator[None]:
     """As on a GPU of so many multiprocessors: each program has many tiles."""
-    with mock.patch.object(sm90_wgmma, "MULTIPROCESSORS", multiprocessors):
+
+    def at_once(held, gpu):
+        return held.blocks * multiprocessors
+
+    with mock.patch.object(sm90_wgmma, "programs_at_once", at_once):
         sm90_wgmma._prepare.cache_clear()
         try:
             yield
@@ -829,8 +837,7 @@ def test_tiles_are_counted_anew_in_each_replay(M, multiprocessors, batch_invaria
     routings = [torch.rand(M, 16, device="cuda").topk(2).indices.to(ids) for _ in range(4)]
     routings += [routings[1][:1].expand_as(ids).clone(), routings[0]]
     with torch.no_grad():
-        with mock.patch.object(sm90_wgmma, "MULTIPROCESSORS", 10**6):
-            sm90_wgmma._prepare.cache_clear()
+        with few_programs(10**6):
             wanted = [moe_ops.fused_experts(x, w13, w2, weights, r, **options) for r in routings]
         with few_programs(multiprocessors):
             graph = torch.cuda.CUDAGraph()
@@ -852,7 +859,7 @@ def test_blocks_of_unsorted_pairs_are_not_grouped():
     for number, expected in ((64, 0), (65, few)):  # a last chunk of a call, and a larger one
         options = (w.k_chunk, w.chunks(gemm), False, False, 1, None, (), 1, gemm, 64, 1)
         shape, strides = (128, 256, 1024), (256 * 1024, 1024, 1)
-        made = sm90_wgmma._prepare(w.wgmma_format, shape, strides, *options, number, 128)
+        made = sm90_wgmma._prepare(w.wgmma_format, shape, strides, *options, number, 128, GPU)
         grouped = made.tile.GROUP_M
         assert grouped == expected
     assert few > 0
@@ -882,7 +889,7 @@ def launches_of(
         mock.patch.object(configs, "on_sm90", lambda _: True),
         mock.patch.object(sm90_wgmma, "why_not", lambda *_: None),
         mock.patch.object(mixed, "run") as run,
-        kernel_configs.override(config),
+        override(config),
     ):
         moe_ops.fused_experts(x, *case.args[1:3], weights, ids, backend="triton", **options)
     (launches, *_) = run.call_args.args
@@ -953,10 +960,10 @@ def test_which_sums_of_int4_are_scaled():
 )
 def test_where_products_in_e4m3_are_faster(M, sizes, expected):
     E, top_k, K, I = sizes  # noqa: E741
-    config = configs.choose_wgmma(M * top_k, E, K, I, 4, 64)
+    config = choose.choose_wgmma(M * top_k, E, K, I, 4, 64, gpu=GPU)
     w2 = int4_e4m3()._replace(E=E, N=K, K=I)
     split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
-    assert configs.multiplies_e4m3(config, w2, split_k, M * top_k) == expected
+    assert configs.multiplies_e4m3(config, w2, split_k, M * top_k, GPU) == expected
 
 
 @pytest.mark.parametrize("words", [False, True])
@@ -1131,7 +1138,7 @@ def test_weights_and_scales_that_are_parts_of_others(scheme):
         case.args[i] = w._replace(**parts)
     with (
         mock.patch.dict(relayout.RELAYOUTS, {"triton": ()}),
-        kernel_configs.override(layer(16, 128, 128, 3, 4)),
+        override(layer(16, 128, 128, 3, 4)),
         watched() as used,
     ):
         case.check("triton")
@@ -1162,7 +1169,7 @@ def test_repeatable(scheme):
     case = Case("cuda", BF16, scheme, M=40, E=4, top_k=2, K=1024, I=512)
     other = Case("cuda", BF16, scheme, M=9, E=4, top_k=2, K=1024, I=512, seed=1)
     with (
-        kernel_configs.override(layer(16, 128, 128, 3, 4)),
+        override(layer(16, 128, 128, 3, 4)),
         watched() as used,
     ):
         first = case.check("triton")

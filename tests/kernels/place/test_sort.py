@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ops.kernels import launch
-from moe_ops.kernels.configs import block_bound
-from moe_ops.kernels.gemm import configs
+from moe_ops.kernels.configs import SMALLEST_BLOCK_M, block_bound
 from moe_ops.kernels.place.routing import route_pairs
 
 triton = pytest.importorskip("triton")
@@ -78,4 +77,4 @@ def test_block_bound_holds_for_the_worst_routing(rows, groups, block_m):
     singles = min(rows, groups)
     worst = singles + max(0, rows - singles) // block_m if singles else 0
     bound = block_bound(rows, groups, block_m)
-    assert worst <= bound <= block_bound(rows, groups, configs.SMALLEST_BLOCK_M)
+    assert worst <= bound <= block_bound(rows, groups, SMALLEST_BLOCK_M)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
+from moe_ops.choose import mixed, plain
 from moe_ops.kernels.configs import sort_chunk
-from moe_ops.kernels.gemm import configs
 from moe_ops.kernels.launch import Gpu
-from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 
 
 @pytest.mark.parametrize("shared_memory", [65536, 101376, 166912, 232448])
@@ -15,16 +14,16 @@ def test_tiles_that_quantize_h_hold_whole_groups(shared_memory):
     shared memory hold one such tile (gfx942)."""
     for average in (1, 8, 24, 100):
         for gated in (True, False):
-            facts = (1, False, shared_memory, "block", "group", gated, False)
-            config = configs.choose(8 * average, 8, 2048, 768, *facts)
+            facts = (1, False, Gpu(shared_memory, True, True), "block", "group", gated, False)
+            config = plain.choose(8 * average, 8, 2048, 768, *facts)
             rows = 256 if gated else 128
             assert config.h_in_fp32 or config.gemm1.block_n == rows
             used = (rows + config.block_m) * 128 * config.gemm1.num_stages
             assert config.h_in_fp32 or used <= shared_memory
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_experts_on_several_devices_have_tiles_for_the_rows_that_come_to_them(mixed):
+@pytest.mark.parametrize("narrow", [False, True])
+def test_experts_on_several_devices_have_tiles_for_the_rows_that_come_to_them(narrow):
     """Of a device that has an eighth of the experts: those of as many experts alone with an eighth
     of the tokens, whatever all pairs over the experts here would say.
     """
@@ -35,12 +34,12 @@ def test_experts_on_several_devices_have_tiles_for_the_rows_that_come_to_them(mi
 
             def config(M, routed, scheme=scheme, scales=scales):
                 problem = M, top_k, E, K, I, torch.bfloat16, gpu
-                if mixed:
+                if narrow:
                     how = "int4_w4a16", 4, True, False, False, routed, 4
-                    return mixed_configs._for_experts.__wrapped__(*problem, *how)
-                tma = M * top_k >= configs.LARGE_ROWS * routed
+                    return mixed._for_experts.__wrapped__(*problem, *how)
+                tma = M * top_k >= plain.LARGE_ROWS * routed
                 how = scheme, scales, True, tma, False, False, routed
-                return configs._for_experts.__wrapped__(*problem, *how)
+                return plain._for_experts.__wrapped__(*problem, *how)
 
             spread, alone = config(8 * M, 8 * E), config(M, E)
             assert spread == alone._replace(sort_chunk=spread.sort_chunk)
@@ -53,7 +52,7 @@ def test_one_token_keeps_the_room_of_all_its_pairs():
     """h in fp32 has room for two rows of each expert here, and all pairs may come to these."""
     facts = torch.bfloat16, Gpu(232448, True, True), "fp8_block", ("block", "group"), True
     for E, in_fp32 in ((4, True), (2, False)):
-        config = configs._for_experts.__wrapped__(1, 8, E, 2048, 768, *facts, routed=128)
+        config = plain._for_experts.__wrapped__(1, 8, E, 2048, 768, *facts, routed=128)
         assert config.h_in_fp32 == in_fp32
 
 
@@ -72,7 +71,8 @@ def test_tiles_of_one_token_share_multiprocessors_that_would_take_turns(
     shared_memory,
     stages,  # noqa: E741
 ):
-    config = configs.choose(
-        pairs, 64, 7168, I, 2, True, shared_memory, "block", "group", True, False
+    config = plain.choose(
+        *(pairs, 64, 7168, I, 2, True, Gpu(shared_memory, True, True)),
+        *("block", "group", True, False),
     )
     assert config.gemm1.block_n == 256 and config.gemm1.num_stages == stages
