@@ -86,7 +86,6 @@ def compiled(
             mock.patch.object(launch, "_compiled", {}),
             mock.patch.object(launch, "_start", compile_one),
             mock.patch.object(library, "runner", lambda *_: mock.MagicMock()),
-            mock.patch.object(library, "_table", lambda name: {}),
         ):
             layer.experts(ExpertsArgs(**f))
     finally:

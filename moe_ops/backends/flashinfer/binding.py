@@ -49,23 +49,18 @@ class Parameter(NamedTuple):
 
 
 def parameters(source: str, function: str) -> list[Parameter]:
-    """The parameters of a C++ function, of which `function` is what its definition begins with."""
-    start = source.index(function) + len(function)
-    found, depth, text = [], 1, ""
-    for at in range(start, len(source)):
-        c = source[at]
-        depth += (c in "(<{") - (c in ")>}")
-        if depth == 0 or (c == "," and depth == 1):
-            declared, _, default = text.partition("=")
-            found.append(
-                Parameter(declared.split()[-1], "Optional<" in declared, bool(default.strip()))
-            )
-            if depth == 0:
-                break
-            text = ""
-        else:
-            text += c
-    return found
+    """The parameters of a C++ function, of which `function` is what its definition begins with.
+
+    Raises:
+        ValueError: no such function.
+    """
+    declared, found, _ = source[source.index(function) + len(function) :].partition(") {")
+    if not found:
+        raise ValueError(f"{function} has no end")
+    return [
+        Parameter(text.partition("=")[0].split()[-1], "Optional<" in text, "=" in text)
+        for text in declared.split(",")
+    ]
 
 
 def read(run_moe_and_init: str, mixed: str) -> Binding:
@@ -74,10 +69,9 @@ def read(run_moe_and_init: str, mixed: str) -> Binding:
     init = [p.name for p in parameters(run_moe_and_init, "Module init(")]
     names = [p.name for p in run]
     at = _RUN.index("swizzled_input_sf")
-    more = names.index(_RUN[at]) - at if _RUN[at] in names else -1
-    after = at + max(more, 0)
-    known = names[:at] == [*_RUN[:at]] and names[after : after + len(_RUN) - at] == [*_RUN[at:]]
-    new, end = run[at:after], run[after + len(_RUN) - at :]
+    more = names.index(_RUN[at]) - at if _RUN[at] in names else 0  # optional tensors before it
+    new, end = run[at : at + more], run[len(_RUN) + more :]
+    known = [*names[:at], *names[at + more : len(_RUN) + more]] == [*_RUN]
     if not known or not all([p.optional for p in new]) or not all([p.default for p in end]):
         return Binding(f"run_moe takes ({', '.join(names)})")
     later = init[len(_INIT) :]

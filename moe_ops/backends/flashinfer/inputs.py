@@ -1,9 +1,8 @@
-"""Kernels that convert a call's tensors to the form that FlashInfer's layer reads. Imported at
-first launch only.
+"""What converts a call's tensors to the form that FlashInfer's layer reads. Imported at first
+launch only.
 
 Legend: M tokens, K hidden size, I intermediate size, N rows of w13, E local experts. No kernel
-here executes gdc_wait: they are launched without programmatic dependent launch, and read nothing
-that another of them writes.
+here executes gdc_wait: they are launched without programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.activations import UP_GATE
 from moe_ops.backends.flashinfer.schemes import Scheme
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.e4m3 import clamp, exponent_above, quotient, reciprocal, stored
-from moe_ops.kernels.gemm.operands import bias_of
 from moe_ops.kernels.launch import (
     Constant,
     Gpu,
@@ -37,7 +36,6 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
 GROUPS = 32  # groups of 32 columns that a program of `rows` handles
-BLOCK_N = 512  # columns of a program of `biases`
 
 
 @unprefixed
@@ -218,16 +216,16 @@ def route(
 
 @arguments
 class Rows:
-    out: Pointer  # (M, K), written: x's dtype, or e4m3
-    scale: Pointer  # (M, K / 32) e8m0 codes, written if TO is "mxfp8"
+    out: Pointer  # (M, columns) e4m3, written
+    scale: Pointer  # (M, columns / 32) e8m0 codes, written if TO is "mxfp8"
     x: Pointer  # (M, K)
     weights: RouterWeights  # (M, 1) that multiply the rows, or none
     a_scale: Pointer  # () scale of e4m3 rows, or those of experts, of which the largest is taken
     K: Specialized
-    columns: Specialized  # of out: zeros from K on, or fewer than x has
+    columns: Specialized  # of out: zeros from K on
     x_stride_m: Specialized
     x_stride_k: Specialized
-    TO: Constant  # "": copy, "e4m3": x / a_scale, "mxfp8": groups of 32 with powers of two
+    TO: Constant  # "e4m3": x / a_scale, "mxfp8": groups of 32 with powers of two
     NATIVE: Constant
     SCALES: Constant  # number of a_scale
     GROUPS: Constant  # of 32 columns, in one program
@@ -251,8 +249,8 @@ def moe_ops_flashinfer_rows(
     SCALES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Copy rows of the input, multiplied by router weights, padded and quantized if asked for.
-    Rows that no expert takes may hold anything.
+    """Quantize rows of the input, multiplied by router weights and padded if asked for. Rows that
+    no expert takes may hold anything.
     """
     m = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -262,9 +260,7 @@ def moe_ops_flashinfer_rows(
     v = x.to(tl.float32)
     if weights_ptr is not None:
         v *= tl.load(weights_ptr + m * weights_stride_m).to(tl.float32)
-    if TO == "":
-        tl.store(out_ptr + m * columns + k, v.to(x.dtype), mask=ok)
-    elif TO == "e4m3":
+    if TO == "e4m3":
         known = tl.arange(0, triton.next_power_of_2(SCALES))
         a = tl.max(tl.load(a_scale_ptr + known, mask=known < SCALES, other=0.0), 0)
         v = clamp(quotient(v, a, reciprocal(a)), 448.0)
@@ -280,15 +276,13 @@ def moe_ops_flashinfer_rows(
         tl.store(scale_ptr + m * groups + g, code.to(tl.uint8), mask=g < groups)
 
 
-def rows(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gpu) -> Launch:
+def quantize(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gpu) -> Launch:
     """Write the input's rows in the form `to`, multiplied by router weights if these scale the
     input.
     """
     x, columns = a.hidden_states, out.shape[1]
-    if x.dtype.itemsize == 1:  # arrived quantized: bytes, which fp32 holds, are copied
-        x, out = x.view(torch.uint8), out.view(torch.uint8)
     args = Rows(
-        out=out if gpu.native or not to else out.view(torch.uint8),
+        out=out if gpu.native else out.view(torch.uint8),
         scale=scale,
         x=x,
         weights=router_weights(a.topk_weights) if a.router_weight_on_input else NO_ROUTER_WEIGHTS,
@@ -305,110 +299,31 @@ def rows(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gpu) -
     return Launch(moe_ops_flashinfer_rows, (x.shape[0], cdiv(columns, 32 * GROUPS), 1), args)
 
 
-def unpad(padded: Tensor, out: Tensor, gpu: Gpu) -> Launch:
-    """Copy the first columns of padded rows (M, K) to out, which has fewer."""
-    args = Rows(
-        out=out,
-        scale=None,
-        x=padded,
-        weights=NO_ROUTER_WEIGHTS,
-        a_scale=None,
-        K=out.shape[1],
-        columns=out.shape[1],
-        x_stride_m=padded.stride(0),
-        x_stride_k=1,
-        TO="",
-        NATIVE=gpu.native,
-        SCALES=1,
-        GROUPS=GROUPS,
-    )
-    grid = (out.shape[0], cdiv(out.shape[1], 32 * GROUPS), 1)
-    return Launch(moe_ops_flashinfer_rows, grid, args)
-
-
-class RuntimeBias(NamedTuple):
-    """A bias (E, N) or (E, K) in the natural order of rows, or none: zeros."""
-
-    ptr: Pointer
-    stride_e: Runtime
-    stride_n: Runtime
-
-
-@arguments
-class Biases:
-    out13: Pointer  # (E, N), written
-    out2: Pointer  # (E, K), written
-    b13: RuntimeBias
-    b2: RuntimeBias
-    N: Runtime  # rows of w13 and of w2 as the caller counts them
-    K: Runtime
-    out_N: Runtime  # and as they are stored: padded, in each half of w13
-    out_K: Runtime
-    ORDER: Constant  # of w13's rows: "", "up_gate" or "up_gate_of_pairs"
-    BLOCK_N: Constant
-
-
-@kernel(Biases)
-def moe_ops_flashinfer_biases(
-    out13_ptr,
-    out2_ptr,
-    b13_ptr,
-    b13_stride_e,
-    b13_stride_n,
-    b2_ptr,
-    b2_stride_e,
-    b2_stride_n,
-    N,
-    K,
-    out_N,
-    out_K,
-    ORDER: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Copy both biases, contiguous and in the output's dtype, the first in the order of w13's
-    rows.
+def copy_rows(a: ExpertsArgs, out: Tensor) -> None:
+    """Copy the input's rows to the first columns of out, multiplied by router weights if these
+    scale the input; zeros behind them.
     """
-    e = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if ORDER == "":
-        source = n
-        ok = n < N
-    else:  # up rows, then gate rows
-        up = n < out_N // 2
-        row = tl.where(up, n, n - out_N // 2)
-        ok = row < N // 2
-        if ORDER == "up_gate":
-            source = tl.where(up, row + N // 2, row)
-        else:
-            source = tl.where(up, 2 * row + 1, 2 * row)
-    if b13_ptr is None:
-        first = tl.zeros((BLOCK_N,), tl.float32)
+    x = a.hidden_states
+    if x.dtype.itemsize == 1:  # arrived quantized: bytes are copied
+        x, out = x.view(torch.uint8), out.view(torch.uint8)
+    K = x.shape[1]
+    out[:, K:].zero_()
+    if a.router_weight_on_input:
+        torch.mul(x, a.topk_weights.to(torch.float32), out=out[:, :K])
     else:
-        ok = ok & (n < out_N)
-        first = tl.load(b13_ptr + e * b13_stride_e + source * b13_stride_n, mask=ok, other=0.0)
-    if b2_ptr is None:
-        second = tl.zeros((BLOCK_N,), tl.float32)
-    else:
-        second = tl.load(b2_ptr + e * b2_stride_e + n * b2_stride_n, mask=n < K, other=0.0)
-    out13 = first.to(out13_ptr.dtype.element_ty)
-    tl.store(out13_ptr + e * out_N + n, out13, mask=n < out_N)
-    out2 = second.to(out2_ptr.dtype.element_ty)
-    tl.store(out2_ptr + e * out_K + n, out2, mask=n < out_K)
+        out[:, :K].copy_(x)
 
 
-def biases(a: ExpertsArgs, out13: Tensor, out2: Tensor, order: str) -> Launch:
-    """Write both biases in the form that the library reads."""
-    (E, out_N), out_K = out13.shape, out2.shape[1]
-    args = Biases(
-        out13=out13,
-        out2=out2,
-        b13=RuntimeBias(*bias_of(a.w13_bias)),
-        b2=RuntimeBias(*bias_of(a.w2_bias)),
-        N=out_N if a.w13_bias is None else a.w13_bias.shape[1],
-        K=a.out.shape[1],
-        out_N=out_N,
-        out_K=out_K,
-        ORDER=order,
-        BLOCK_N=BLOCK_N,
-    )
-    return Launch(moe_ops_flashinfer_biases, (E, cdiv(max(out_N, out_K), BLOCK_N), 1), args)
+def copy_bias(bias: Tensor | None, out: Tensor, order: str) -> None:
+    """Copy a bias to out (E, N), of which the rows of weights in `order` may be padded in each
+    half, with zeros. None: zeros.
+    """
+    out.zero_()
+    if bias is None:
+        return
+    if not order:
+        out[:, : bias.shape[1]].copy_(bias)
+        return
+    gate, up = bias.chunk(2, 1) if order == UP_GATE else (bias[:, ::2], bias[:, 1::2])
+    for half, part in zip(out.chunk(2, 1), (up, gate), strict=True):
+        half[:, : part.shape[1]].copy_(part)

@@ -71,7 +71,7 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
         if padded or not x.is_contiguous():
             columns = x.shape[1] * K // out.shape[1]  # bytes
             rows = carve(a.workspace13, (M, columns), x.dtype)
-            launches.append(inputs.rows(a, rows, None, "", gpu))
+            inputs.copy_rows(a, rows)
         if scheme.input != "e4m3":
             row_scales = arrived
             if padded or not arrived.is_contiguous():
@@ -79,12 +79,14 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
                 row_scales = parts.take((M, groups), arrived.dtype)
                 row_scales[:, arrived.shape[1] :].zero_()
                 row_scales[:, : arrived.shape[1]].copy_(arrived)
-    elif scheme.input or on_input or padded or not x.is_contiguous():
-        dtype = torch.float8_e4m3fn if scheme.input else x.dtype
-        rows = carve(a.workspace13, (M, K), dtype)
+    elif scheme.input:
+        rows = carve(a.workspace13, (M, K), torch.float8_e4m3fn)
         if scheme.input == "mxfp8":
             row_scales = parts.take((M, K // 32), torch.uint8)
-        launches.append(inputs.rows(a, rows, row_scales, scheme.input, gpu))
+        launches.append(inputs.quantize(a, rows, row_scales, scheme.input, gpu))
+    elif on_input or padded or not x.is_contiguous():
+        rows = carve(a.workspace13, (M, K), x.dtype)
+        inputs.copy_rows(a, rows)
     if padded:
         both = _Parts(a.workspace13)
         both.take((M, K), rows.dtype)
@@ -92,9 +94,8 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
     w13_bias = w2_bias = None
     if a.w13_bias is not None or a.w2_bias is not None:
         w13_bias, w2_bias = parts.take((E, N), out.dtype), parts.take((E, K), out.dtype)
-        launches.append(
-            inputs.biases(a, w13_bias, w2_bias, base_layout(a.layout).partition(":")[2])
-        )
+        inputs.copy_bias(a.w13_bias, w13_bias, base_layout(a.layout).partition(":")[2])
+        inputs.copy_bias(a.w2_bias, w2_bias, "")
 
     kernels, w13, w2, scales = _weights(a, rows.dtype, constants, E)
     plain_silu = a.activation == "silu" and a.limit >= NO_LIMIT
@@ -134,15 +135,15 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
             ACTIVATIONS[a.activation],
         )
 
-    name = library.key_of(
-        a.scheme, out.dtype, (E, K, I, top_k), a.activation, a.deterministic, rows_of_call
-    )
-    # fp8_block has one tactic
+    # by the least power of two of rows; fp8_block has one tactic
+    sizes, rows_of_key = (E, K, I, top_k), max(rows_of_call - 1, 0).bit_length()
+    of_call = (a.scheme, out.dtype, sizes, a.activation, a.deterministic)
+    key = (gpu.name, *of_call, rows_of_key)
     if library.tuning() and a.scheme != "fp8_block" and library.numbered(device):
-        library.tune(gpu.name, name, runner, call)
-    call(library.tactics(gpu.name, name))
+        library.tune(key, runner, call, a.deterministic)
+    call(library.tactics(key))
     if padded:
-        run([inputs.unpad(target, out, gpu)], device, _NO_PDL)
+        out.copy_(target[:, : out.shape[1]])
     library.mark_warm(made)
 
 

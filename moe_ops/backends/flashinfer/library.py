@@ -1,26 +1,21 @@
 """FlashInfer's CUTLASS layer: loading its module, and the choice of its kernels. The library is
 imported at the first launch.
 
-The compiled module is called directly, instead of `flashinfer.fused_moe.cutlass_fused_moe`, for
-two reasons. That function calls the library's autotuner every time, which tunes if its context is
-active anywhere in the process. And the autotuner may choose kernels that add bf16 outputs with
-atomics, in any order and with a rounding for each expert of a token. Here a call runs the tactic
-that `moe_ops.warmup` measured for it, or else the library's default, and kernels that sum with
-atomics only if `deterministic` is False.
+The compiled module is called directly, instead of `flashinfer.fused_moe.cutlass_fused_moe`: that
+function asks the library's autotuner every time, which tunes if its context is active anywhere in
+the process, and may choose kernels that add bf16 outputs with atomics, in any order and with a
+rounding for each expert of a token. Here a call runs the tactic that `moe_ops.warmup` measured for
+it in this process, or else the library's default, and kernels that add with atomics only if
+`deterministic` is False.
 """
 
 from __future__ import annotations
 
-import ast
-import json
-import os
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +29,6 @@ from moe_ops.backends.flashinfer.binding import DISTRIBUTION, TESTED, binding
 Tactics = tuple[int, int]
 DEFAULT: Tactics = (-1, -1)
 _REPLAYS, _CALLS = 5, 4  # timed runs of a captured graph, and calls in it
-_LONG = 2e-3  # seconds of a call that is timed without a graph
 
 
 class Kernels(NamedTuple):
@@ -47,17 +41,6 @@ class Kernels(NamedTuple):
     w4_groups: bool = False  # use_w4_group_scaling
     mxfp8: bool = False  # use_mxfp8_act_scaling
     packed: bool = False  # use_packed_weights
-
-
-class Key(NamedTuple):
-    """Key of measured tactics."""
-
-    scheme: str
-    dtype: str
-    shape: tuple[int, int, int, int]  # E, K, I, top_k
-    activation: str
-    deterministic: bool
-    rows: int  # the least power of two >= M
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -96,7 +79,6 @@ def runner(device: int, kernels: Kernels) -> Any:
 
 
 _warm: set[tuple] = set()
-_lock = threading.Lock()
 
 
 def check_warm(key: tuple) -> None:
@@ -117,68 +99,15 @@ def mark_warm(key: tuple) -> None:
     _warm.add(key)
 
 
-# --- tactics --------------------------------------------------------------------------------
+# --- tactics -------------------------------------------------------------------------------------
 
-
-def key_of(
-    scheme: str, dtype: torch.dtype, shape: tuple, activation: str, deterministic: bool, M: int
-) -> Key:
-    rows = 1 << max(M - 1, 0).bit_length()
-    return Key(scheme, str(dtype).removeprefix("torch."), shape, activation, deterministic, rows)
-
-
-_found: dict[str, dict[Key, Tactics]] = {}  # by GPU name
+_found: dict[tuple, Tactics] = {}
 _local = threading.local()
 
 
-def tactics(gpu: str, key: Key) -> Tactics:
-    """The tactics measured for a call on a GPU of this name, or DEFAULT."""
-    return _table(gpu).get(key, DEFAULT)
-
-
-def _table(gpu: str) -> dict[Key, Tactics]:
-    """The tactics of a GPU, read from disk at the first call."""
-    table = _found.get(gpu)
-    if table is None:
-        with _lock:
-            table = _found.get(gpu)
-            if table is None:
-                table = _found[gpu] = load(tactics_path(), gpu)
-    return table
-
-
-def tactics_path() -> Path:
-    """The file to which `moe_ops.warmup` writes measured tactics."""
-    return environment.cache_folder() / f"flashinfer-{TESTED[1]}.json"
-
-
-def load(path: Path, gpu: str) -> dict[Key, Tactics]:
-    """The tactics of a GPU in a file that `save` wrote; none if the file is absent or damaged."""
-    try:
-        stored = json.loads(path.read_text()).get(gpu, {})
-        return {
-            Key(*ast.literal_eval(key)): (int(first), int(second))
-            for key, (first, second) in stored.items()
-        }
-    except (OSError, ValueError, SyntaxError, TypeError, AttributeError):
-        return {}
-
-
-def save(path: Path, gpu: str, table: dict[Key, Tactics]) -> None:
-    """Add the tactics of a GPU to a file, which is replaced atomically."""
-    try:
-        stored = json.loads(path.read_text())
-    except (OSError, ValueError):
-        stored = {}
-    if not isinstance(stored, dict):
-        stored = {}
-    merged = load(path, gpu) | table
-    stored[gpu] = {str(tuple(key)): list(value) for key, value in sorted(merged.items())}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        json.dump(stored, file, indent=1)
-    os.replace(name, path)
+def tactics(key: tuple) -> Tactics:
+    """The tactics measured for calls with this key, or DEFAULT."""
+    return _found.get(key, DEFAULT)
 
 
 @contextmanager
@@ -208,30 +137,24 @@ def numbered(device: int) -> bool:
     return tested and environment.capability(device) == (9, 0)
 
 
-def tune(gpu: str, key: Key, of: Any, call: Callable[[Tactics], None]) -> None:
-    """Measure the tactics of a call, unless they are known, and save them.
+def tune(key: tuple, of: Any, call: Callable[[Tactics], None], deterministic: bool) -> None:
+    """Measure the tactics of a call, unless they are known.
 
     Args:
         of: the `runner` that `call` runs with given tactics.
     """
-    table = _table(gpu)
-    if key in table:
+    if key in _found:
         return
     counts = of.get_gemm1_tactic_count(), of.get_gemm2_tactic_count()
-    best = DEFAULT
-    for position, ids in enumerate(candidates(*counts, key.deterministic)):
-        least, before = _seconds(call, best), position * counts[0]
+    best, least = DEFAULT, _seconds(call, DEFAULT)
+    for position, ids in enumerate(candidates(*counts, deterministic)):
         for id_ in ids:
             tried = (id_, best[1]) if position == 0 else (best[0], id_)
             # occupancies are counted over both
-            if (
-                of.get_tactic_occupancy(before + id_) > 0
-                and (time := _seconds(call, tried)) < least
-            ):
-                least, best = time, tried
-    with _lock:
-        table[key] = best
-        save(tactics_path(), gpu, table)
+            if of.get_tactic_occupancy(position * counts[0] + id_) > 0:
+                time = _seconds(call, tried)
+                best, least = (tried, time) if time < least else (best, least)
+    _found[key] = best
 
 
 def candidates(first: int, second: int, deterministic: bool) -> tuple[list[int], list[int]]:
@@ -250,38 +173,26 @@ def candidates(first: int, second: int, deterministic: bool) -> tuple[list[int],
 
 def _seconds(call: Callable[[Tactics], None], tried: Tactics) -> float:
     """Seconds of a call on the device, infinite for tactics that cannot run it."""
-    try:
-        call(tried)
-        torch.cuda.synchronize()
-        return _timed(call, tried)
-    except Exception:  # the module's foreign-function interface raises any kind
-        return float("inf")
-
-
-def _timed(call: Callable[[Tactics], None], tried: Tactics) -> float:
     start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-
-    def timed(run: Callable[[], object], times: int) -> float:
-        start.record()
-        for _ in range(times):
-            run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / times
-
-    once = timed(lambda: call(tried), 1)
-    if once > _LONG:
-        return once
     # A graph, because short calls take longer to launch than to run. Not torch.cuda.graph, which
     # collects garbage each time.
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        try:
-            for _ in range(_CALLS):
-                call(tried)
-        finally:
-            graph.capture_end()
+    try:
+        call(tried)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin()
+            try:
+                for _ in range(_CALLS):
+                    call(tried)
+            finally:
+                graph.capture_end()
+    except Exception:  # the module's foreign-function interface raises any kind
+        return float("inf")
     graph.replay()
-    return timed(graph.replay, _REPLAYS) / _CALLS
+    start.record()
+    for _ in range(_REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / _REPLAYS / _CALLS

@@ -7,10 +7,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -31,7 +27,6 @@ from tests.support.cases import (
     tolerance,
 )
 from tests.support.fake_flashinfer import FakeRunner
-from tests.support.paths import ROOT
 
 SM90 = [s for s, how in schemes.SCHEMES.items() if (9, 0) in how.gpus and s.count(":") == 0]
 WHOLE = {"K": 256, "I": 256}  # what all schemes take
@@ -262,8 +257,7 @@ def _is_of(kernels: library.Kernels, scheme: str) -> bool:
 
 
 @gpu
-def test_warmup_measures_and_another_process_finds_it(monkeypatch, tmp_path):
-    monkeypatch.setenv("MOE_OPS_CACHE", str(tmp_path))
+def test_warmup_measures(monkeypatch):
     monkeypatch.setattr(library, "_found", {})
     case = case_of("", 64)
     x, w13, w2, weights, ids = case.args_for("flashinfer")
@@ -272,26 +266,9 @@ def test_warmup_measures_and_another_process_finds_it(monkeypatch, tmp_path):
         return moe_ops.fused_experts(x[:M], w13, w2, weights[:M], ids[:M], backend="flashinfer")
 
     moe_ops.warmup(call, (8, 64), show_progress=False)
-    (path,) = tmp_path.iterdir()
-    name = torch.cuda.get_device_name()
-    found = library.load(path, name)
-    assert sorted(key.rows for key in found) == [8, 64]
-    assert any(tactics != library.DEFAULT for tactics in found.values())
+    assert sorted(key[-1] for key in library._found) == [3, 6]
+    assert any(tactics != library.DEFAULT for tactics in library._found.values())
     case.check("flashinfer")
-    code = (
-        "import json, sys; from moe_ops.backends.flashinfer import library as l; "
-        "key = l.Key(*eval(sys.argv[2])); print(json.dumps(l.tactics(sys.argv[1], key)))"
-    )
-    for key, tactics in found.items():
-        answer = subprocess.run(
-            [sys.executable, "-c", code, name, str(tuple(key))],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        )
-        assert answer.returncode == 0, answer.stderr
-        assert json.loads(answer.stdout.splitlines()[-1]) == list(tactics)
 
 
 @gpu
