@@ -66,7 +66,7 @@ def launches_of(case: Case, **options) -> list:
 def test_workspaces_hold_what_kernels_read(scheme, options, sizes):
     """Also where experts outnumber the tokens of a chunk: blocks are as many as a table has."""
     case = Case("cpu", BF16, scheme, "silu", **SIZES | sizes)
-    with mock.patch.object(configs, "many_rows", lambda *_: True):
+    with mock.patch.object(choose, "many_rows", lambda *_: True):
         found = launches_of(case, **options)
     products = [one for one in found if one.kernel.name == PRODUCT]
     chunks = len(products) // 2
@@ -178,7 +178,7 @@ def test_rows_and_sums(options, ids_dtype):
     run = mock.Mock(side_effect=lambda *given: emulated(case, *given))
     with (
         mock.patch.object(configs, "on_sm90", lambda _: True),
-        mock.patch.object(configs, "many_rows", lambda *_: True),
+        mock.patch.object(choose, "many_rows", lambda *_: True),
         mock.patch.object(mixed, "run", run),
     ):
         out = case.run("triton")
@@ -231,7 +231,7 @@ def test_the_order_of_blocks_leaves_bits_alone(scheme, monkeypatch):
     for size in (1, 1 << 30):
         monkeypatch.setattr(configs, "GROUP_BYTES", size)
         sm90_wgmma._prepare.cache_clear()
-        with mock.patch.object(configs, "many_rows", lambda *_: False):
+        with mock.patch.object(choose, "many_rows", lambda *_: False):
             found.append(moe_ops.fused_experts(*case.args, backend="triton"))
         assert sm90_wgmma._prepare.cache_info().currsize  # it ran, with this order
     sm90_wgmma._prepare.cache_clear()
