@@ -1,0 +1,478 @@
+"""What each parameter of a model is read from, decided from the headers of a checkpoint alone, and
+its reading, one expert at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import core_model_loading as loading
+from transformers.modeling_utils import PreTrainedModel
+
+from moe_ops.integrations.checkpoints.common import FLOATS
+from moe_ops.integrations.checkpoints.configs import gate_and_up_are_halves
+from moe_ops.integrations.checkpoints.experts import (
+    BIAS,
+    BY_ROWS,
+    Checkpoint,
+    Source,
+    Weight,
+    add_tensor,
+    experts_of,
+    join_rows,
+    module_of,
+    scheme_for,
+)
+from moe_ops.integrations.checkpoints.formats import FACTORS, ROLES, why_refused
+from moe_ops.integrations.checkpoints.headers import Entry
+from moe_ops.integrations.checkpoints.json_files import parse_object
+from moe_ops.integrations.transformers import conversions
+from moe_ops.integrations.transformers import layers as layers_of
+from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.integrations.transformers.sizes import element_bytes, quantized_bytes
+from moe_ops.schemes import get_scheme
+from moe_ops.tensors import sharding, unflatten
+from moe_ops.tensors.checks import check_groups
+
+# of attention's cache, or of its products: no weight depends on them
+_OF_THE_CACHE = {f"{of}_{what}" for of in "qkv" for what in ("scale", "zero_point", "bias")}
+_OF_THE_CACHE |= {"output_scale", "output_zero_point"}
+_SCALES = {*ROLES, FACTORS} - {"weight"}
+
+Tensors = dict[str, tuple[int, str]]  # tensor -> (projection, role)
+
+
+class Assignment:
+    """The sources of a model's parameters that are quantized, or will be.
+
+    Args:
+        model: while transformers loads it.
+        checkpoint: what it is loaded from.
+        scheme: that plain experts are quantized to, or quantized ones used with; None: their own.
+
+    Attributes:
+        layers: of each parameter of experts its layer and its name there.
+        weights: experts that the checkpoint has plain or in the format of others.
+        stored: experts that `save_pretrained` wrote.
+        matrices: what is no expert, and becomes plain.
+        biases: of experts one by one, or of gate and up apart, [projection][expert].
+    """
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, scheme: str | None) -> None:
+        self.model, self.checkpoint, self.scheme = model, checkpoint, scheme
+        self.files = checkpoint.files
+        self.layers: dict[str, tuple[Layer, str]] = {
+            layer.parameter_name(name): (layer, name)
+            for layer in layers_of.find(model)
+            for name in layer.weights
+        }
+        self.weights: dict[str, Weight] = {}
+        self.stored: dict[str, Source] = {}
+        self.matrices: dict[str, Source] = {}
+        self.biases: dict[str, tuple[tuple[Source, ...], ...]] = {}
+
+    def assign(self, transforms: list, table: conversions.Table) -> None:
+        """Decide what every parameter is read from, and check that it can be."""
+        renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+        state, prefix = self.model.state_dict(), self.model.base_model_prefix
+        found: dict[str, Tensors] = {}
+        foreign: set[str] = set()
+        modules: dict[str, bool] = {}  # that tensors were found for, and whether we read them
+        claimed: set[str] = set()  # parameters that something is read for
+        unclaimed: dict[str, str] = {}  # tensor -> its name in the model
+        tensors = [*self.files.entries, *self.files.unknown]
+        for tensor in sorted(tensors, key=loading.dot_natural_key):
+            target, pattern = conversions.rename(tensor, renamings, converters, prefix, state)
+            claimed.update(_targets_of(target, pattern, converters))
+            if tensor in self.files.unknown:
+                unclaimed[tensor] = target
+            elif target in state and pattern in table:
+                projection, role = found.setdefault(target, {})[tensor] = table[pattern]
+                module = module_of(tensor, role)
+                modules[module] = True
+                if role != BIAS:
+                    names = conversions.names_of(tensor, target, projection)
+                    self.checkpoint.others[module] = names
+            elif target in state:
+                self._check_plain(tensor, state[target])
+                foreign.add(target)
+                modules.setdefault(tensor.removesuffix(".weight"), False)
+            elif pattern in table:
+                self._check_unclaimed(tensor, renamings, converters)
+            else:
+                unclaimed[tensor] = target
+        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        spare = {t: target for t, target in unclaimed.items() if not _matches(ignored, t)}
+        self._check_companions(modules, spare)
+        self._check_missing(state.keys() - claimed - self.layers.keys(), unclaimed, spare)
+        for target, sources in found.items():
+            if target in self.layers:
+                self._assign_experts(target, sources)
+            elif all(role == BIAS for _, role in sources.values()):
+                self._assign_biases(target, state[target], sources)
+            else:
+                self._assign_matrix(target, state[target], sources)
+        self._give_rows_scales()
+        for target in self.layers:
+            if target not in found and target not in foreign:
+                raise ValueError(self._no_tensor(target, unclaimed))
+        quantized = self.stored or self.matrices or any(w.scheme for w in self.weights.values())
+        if self.scheme is None and not quantized:
+            raise ValueError(
+                "scheme must be given to quantize a plain checkpoint, got None; leave "
+                "quantization_config out to load it plain"
+            )
+
+    # --- tensors that belong to no parameter, and parameters without tensors --------------------
+
+    def _check_plain(self, tensor: str, parameter: Tensor) -> None:
+        """Raise for a quantized tensor whose scales have names that nobody taught us."""
+        entry = self.files.entries[tensor]
+        if parameter.is_floating_point() and entry.dtype not in FLOATS:
+            raise ValueError(
+                f"{entry} must be a plain weight or have scales of a known name beside it, got "
+                f"{entry.dtype}"
+            )
+
+    def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
+        """Raise for a tensor of experts that transformers would join or split by its own
+        conversions.
+        """
+        others = [c for c in converters if not isinstance(c, conversions.OwnReader)]
+        target, pattern = loading.rename_source_key(tensor, renamings, others)
+        if pattern is None:
+            return
+        entry = self.files.entries[tensor]
+        if entry.dtype in FLOATS:
+            raise ValueError(
+                f"{entry} cannot be quantized while it is read, because transformers converts it "
+                f"to {target}; load the checkpoint without quantization_config, and call "
+                "moe_ops.integrations.transformers.quantize"
+            )
+        raise ValueError(
+            f"{entry} must not be quantized: transformers converts it to {target}, which only "
+            "plain weights can be"
+        )
+
+    def _check_companions(self, modules: dict[str, bool], spare: dict[str, str]) -> None:
+        """Raise for tensors that nobody would read although a weight depends on them."""
+        owners = tuple({target.rpartition(".")[0] + "." for target in self.layers})
+        for tensor, target in spare.items():
+            names = [m.span() for m in re.finditer(r"[.]|_(?!.*[.])", tensor)]
+            beside = next(((i, j) for i, j in names if tensor[:i] in modules), None)
+            role = tensor[beside[1] :] if beside else tensor.rpartition(".")[2]
+            in_experts = target.startswith(owners)
+            ours = in_experts or (beside and modules[tensor[: beside[0]]])
+            if ours and role == BIAS and tensor in self.files.entries:
+                self._check_zero(tensor, "matrices of this name")
+            elif not in_experts and role in _OF_THE_CACHE:
+                continue
+            elif ours or (beside and role in _SCALES):
+                raise ValueError(f"{self._where(tensor)} must be absent: {why_refused(role)}")
+
+    def _check_missing(
+        self, missing: set[str], unclaimed: dict[str, str], spare: dict[str, str]
+    ) -> None:
+        """Raise if the checkpoint lacks a parameter beside experts, such as a router or biases;
+        or any, and has tensors in its module, or anywhere in the same backbone, that nobody takes:
+        transformers would leave it random.
+        """
+        model, prefix = self.model, self.model.base_model_prefix
+        backbone = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+        ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
+        blocks = tuple({target.rsplit(".", 2)[0] + "." for target in self.layers})
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name in sorted(missing - tied):
+            if _matches(ignored, name):
+                continue
+            if name.startswith(blocks) and name in parameters:
+                raise ValueError(self._no_tensor(name, unclaimed))
+            module = name.rpartition(".")[0] + "."
+            beside = (t for t, target in spare.items() if target.startswith(module))
+            within = (t for t, target in spare.items() if target.startswith(backbone))
+            found = next(beside, next(within, None) if name.startswith(backbone) else None)
+            if found is not None:
+                raise ValueError(self._no_tensor(name, {found: module}))
+
+    def _no_tensor(self, target: str, unclaimed: dict[str, str]) -> str:
+        """What a parameter without tensors is refused with."""
+        owner = target.rpartition(".")[0] + "."
+        found = next((t for t, name in unclaimed.items() if name.startswith(owner)), None)
+        if found is None:
+            return f"{target} must be in the checkpoint, got no tensor for it"
+        return (
+            f"{target} must be in the checkpoint under a name that moe_ops or transformers knows, "
+            f"got {self._where(found)}, which no parameter takes; write the values under the "
+            "names of the model's own checkpoints, or load the plain checkpoint and quantize it"
+        )
+
+    def _where(self, tensor: str) -> str:
+        entry = self.files.entries.get(tensor)
+        return f"{tensor} in {self.files.unknown[tensor]}" if entry is None else str(entry)
+
+    def _check_zero(self, tensor: str, owner: str) -> None:
+        if self.files.read(tensor).any():
+            raise ValueError(
+                f"{self.files.entries[tensor]} must be zero: the model's {owner} have no bias"
+            )
+
+    # --- the parameters -------------------------------------------------------------------------
+
+    def _assign_matrix(self, target: str, parameter: Tensor, tensors: Tensors) -> None:
+        """A matrix that will be plain."""
+        source: Source = {}
+        for tensor, (_, role) in tensors.items():
+            add_tensor(source, role, tensor, target)
+        self.matrices[target] = source
+        weight = self.checkpoint.plan(target, ((source,),), values_only=True)
+        shape = weight.shape[1:]
+        if weight.format and shape != tuple(parameter.shape):
+            raise ValueError(
+                f"{target} must have shape {tuple(parameter.shape)}, got {shape} from "
+                f"{self._first(source)}"
+            )
+
+    def _assign_experts(self, target: str, tensors: Tensors) -> None:
+        if any(role in conversions.STORED for _, role in tensors.values()):
+            self._assign_stored(target, {role: tensor for tensor, (_, role) in tensors.items()})
+            return
+        for tensor in [tensor for tensor, (_, role) in tensors.items() if role == BIAS]:
+            self._check_zero(tensor, "experts")
+        matrices = {tensor: found for tensor, found in tensors.items() if found[1] != BIAS}
+        stacked, single = _by_expert(target, matrices, 1 + max(p for p, _ in tensors.values()))
+        self.checkpoint.share_scales(target, stacked, single)
+        layer, name = self.layers[target]
+        parameter, expected = getattr(layer.owner, name), tuple(layer.natural_weight(name).shape)
+        if sharding.is_sharded(parameter):
+            expected = (parameter.shape[0], *expected[1:])
+        sources = experts_of(target, stacked, single)
+        if layer.real is not None:
+            sources = tuple(projection[: expected[0]] for projection in sources)
+        columns_first = layer.columns_first(name)
+        weight = self.checkpoint.plan(
+            target,
+            sources,
+            columns_first=columns_first,
+            joined=expected[0] if parameter.dim() == 2 else 0,
+            in_turn=len(sources) > 1 and self._in_turn(target, any(stacked)),
+        )
+        form, stack = weight.format, weight.stacked and columns_first
+        known = weight.columns_first or (form is not None and form.rows_first)
+        if form and stack and not known and "weight" in sources[0][0]:
+            _check_orientation(self.files.entries[sources[0][0]["weight"]], form.name)
+        if weight.shape != expected:
+            raise ValueError(
+                f"{target} must have shape {expected} as (experts, rows, columns), got "
+                f"{weight.shape} from {self.files.entries[next(iter(tensors))]}"
+            )
+        scheme = scheme_for(weight, self.scheme)
+        if scheme and weight.format is None:
+            check_scheme_fits(target, scheme, weight.shape)
+        self.weights[target] = weight
+
+    def _give_rows_scales(self) -> None:
+        """Use fp8 with a scale for each row in layers where gate and up have different ones."""
+        layers: dict[str, list[str]] = {}
+        for target in self.weights:
+            layers.setdefault(target.rpartition(".")[0], []).append(target)
+        for targets in layers.values():
+            fp8 = [w for w in map(self.weights.get, targets) if w and w.scheme in BY_ROWS]
+            if not any(self.checkpoint.scales_differ(weight) for weight in fp8):
+                continue
+            for target in targets:
+                weight = self.weights[target]
+                weight = replace(weight, scheme=BY_ROWS.get(weight.scheme, weight.scheme))
+                scheme_for(weight, self.scheme)
+                self.weights[target] = weight
+
+    def _in_turn(self, target: str, stacked: bool) -> bool:
+        """Whether rows of gate and up of a parameter take turns, and files have both apart: in
+        stacks, which are what their names say, or of each expert by itself.
+        """
+        owner = target.rpartition(".")[0]
+        if getattr(self.model.get_submodule(owner), "is_concatenated", True):
+            return False
+        if stacked:
+            return True
+        try:
+            return not gate_and_up_are_halves(self.checkpoint.config)
+        except ValueError as error:
+            raise ValueError(f"{target}: {error}") from error
+
+    def _assign_biases(self, target: str, parameter: Tensor, tensors: Tensors) -> None:
+        """Biases of experts one by one, or of gate and up apart, of which the model has a stack
+        (E, rows).
+        """
+        name = target.rpartition(".")[2].removesuffix("_bias")
+        projections = conversions.projections_of(name)
+        stacked, single = _by_expert(target, tensors, len(projections))
+        sources = experts_of(target, stacked, single)
+        E, rows = parameter.shape
+        batch = (E,) if any(stacked) else ()
+        expected = (*batch, rows // len(sources))
+        for source in (source for projection in sources for source in projection):
+            entry = self.files.entries[source[BIAS]]
+            count = len(sources[0]) if not batch else E
+            if entry.shape != expected or entry.dtype not in FLOATS or count != E:
+                raise ValueError(
+                    f"{entry} must be a floating-point bias of shape {expected}, one of {E} "
+                    f"experts, got {entry.dtype} {entry.shape} of {count}"
+                )
+        self.biases[target] = sources
+
+    def _assign_stored(self, target: str, source: Source) -> None:
+        """A weight that `save_pretrained` wrote."""
+        key, where = _metadata_key(source), self._first(source)
+        for role, tensor in source.items():
+            if role not in conversions.STORED:
+                raise ValueError(
+                    f"{self.files.entries[tensor]} must be absent: {target} is stored quantized, "
+                    f"in {where}"
+                )
+        attributes = self.files.metadata.get(key)
+        if attributes is None:
+            raise ValueError(
+                f"metadata of {where} must have {key!r}, which says how {target} is stored"
+            )
+        said = parse_object(attributes.encode(), f"metadata {key!r} in {where.file}")
+        if self.scheme not in (None, said.get("scheme")):
+            raise ValueError(
+                f"scheme must be {said.get('scheme')!r}, in which {target} is quantized already, "
+                f"got {self.scheme!r}; leave scheme out"
+            )
+        self.stored[target] = source
+
+    def _first(self, source: Source) -> Entry:
+        return self.files.entries[next(iter(source.values()))]
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def read(self, target: str, device: torch.device | str) -> Tensor:
+        """A parameter; of experts (E, N, K), those that this process holds."""
+        if target in self.layers:
+            return self._experts(target, device)
+        dtype = self.model.get_parameter(target).dtype
+        if target in self.biases:
+            return self._biases(target, device).to(dtype)
+        source = self.matrices[target]
+        if source.keys() == {"weight"}:
+            return self.files.read(source["weight"], device).to(dtype)
+        return self.checkpoint.matrix(target, source, dtype, device)
+
+    def _experts(self, target: str, device: torch.device | str) -> Tensor:
+        layer, name = self.layers[target]
+        ids, parameter = layer.experts(name), getattr(layer.owner, name)
+        if target not in self.stored:
+            planned = self.weights[target]
+            planned = planned if ids is None else planned.of(ids)
+            return self.checkpoint.load(planned, self.scheme, device=device, dtype=parameter.dtype)
+        source, count = self.stored[target], parameter.shape[0]
+        tensors = {}
+        for tensor in source.values():
+            per_expert = self.files.entries[tensor].shape[:1] == (count,)
+            pieces = (count, ids) if per_expert and ids is not None else ()
+            tensors[tensor] = self.files.read(tensor, device, *pieces)
+        key, file = _metadata_key(source), self._first(source).file
+        try:
+            (weight,) = unflatten(tensors, {key: self.files.metadata[key]}).values()
+        except ValueError as error:
+            raise ValueError(f"{error}, in {file}") from error
+        expected = layer.natural_weight(name).shape
+        if weight.shape != expected:
+            raise ValueError(
+                f"{target} must have shape {tuple(expected)} as (experts, rows, columns), got "
+                f"{tuple(weight.shape)} from {file}"
+            )
+        return weight.to(parameter.dtype)
+
+    def _biases(self, target: str, device: torch.device | str) -> Tensor:
+        sources = self.biases[target]
+        biases = [[self.files.read(source[BIAS], device) for source in p] for p in sources]
+        stacked = biases[0][0].dim() == 2
+        in_turn = len(sources) > 1 and self._in_turn(target, stacked)
+        experts = zip(*[p[0] if stacked else p for p in biases], strict=True)
+        return torch.stack([join_rows([*e], in_turn) for e in experts])
+
+    def element_bytes(self, target: str, parameter: Tensor) -> float:
+        """Bytes that an element of a parameter will take."""
+        if target in self.stored:
+            entries = [self.files.entries[tensor] for tensor in self.stored[target].values()]
+            return sum([entry.bytes for entry in entries]) / parameter.numel()
+        weight = self.weights.get(target)
+        scheme = self.scheme or (weight.scheme if weight else "")
+        if target not in self.layers or not scheme:
+            return element_bytes(parameter)
+        layer, name = self.layers[target]
+        local = layer.natural_weight(name)
+        return quantized_bytes(scheme, local.shape, local.dtype) / layer.weight(name).numel()
+
+
+def _by_expert(
+    target: str, tensors: Tensors, count: int
+) -> tuple[list[Source], list[dict[int, Source]]]:
+    """The tensors of a parameter by projection, of which there are ``count``: those of stacks, and
+    those of experts one by one.
+    """
+    stacked: list[Source] = [{} for _ in range(count)]
+    single: list[dict[int, Source]] = [{} for _ in range(count)]
+    for tensor, (projection, role) in tensors.items():
+        number = conversions.expert_number(tensor)
+        own = single[projection]
+        source = stacked[projection] if number is None else own.setdefault(number, {})
+        add_tensor(source, role, tensor, target)
+    return stacked, single
+
+
+def _check_orientation(entry: Entry, form: str) -> None:
+    """Raise for a stack of which shapes cannot tell whether its columns come first."""
+    if form == "modelopt mxfp4":
+        raise ValueError(
+            f"{entry} must not be a stack of ModelOpt's MXFP4 for a model that keeps columns "
+            "before rows: its groups lie along the rows; load the plain checkpoint with "
+            "MoeOpsConfig(scheme)"
+        )
+    if entry.dtype != torch.uint8:
+        raise ValueError(
+            f"{entry} must hold experts one by one, pairs of e2m1, or in ModelOpt's files e4m3 "
+            f"with a scale for each expert or for all, got a stack of {entry.dtype} for a model "
+            "that keeps columns before rows: of others nothing says which of the two the file "
+            "has; load the plain checkpoint with MoeOpsConfig(scheme)"
+        )
+
+
+def _targets_of(target: str, pattern: str | None, converters: list) -> list[str]:
+    """The parameters that a converter makes of a tensor, of which ``target`` is the first."""
+    for converter in converters if pattern is not None else ():
+        first, *others = converter.target_patterns
+        if others and pattern in converter.source_patterns:
+            return [target, *(target.replace(first, other) for other in others)]
+    return [target]
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def check_scheme_fits(name: str, scheme: str, shape: tuple[int, int, int]) -> None:
+    """Raise ValueError, naming the weight, unless plain weights (E, N, K) can be given this
+    scheme.
+    """
+    found = get_scheme(scheme)
+    if found.activation is not None and found.activation.static:
+        raise ValueError(
+            f"scheme must not have static activation scales, got {scheme!r}: no plain checkpoint "
+            "carries them"
+        )
+    check_groups(name, shape, found)
+
+
+def _metadata_key(source: Source) -> str:
+    """Where the metadata of our own files describe the weight of these tensors."""
+    role, tensor = next(iter(source.items()))
+    return "moe_ops:" + tensor.removesuffix(f".{role}")
