@@ -19,15 +19,14 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from moe_ops import activations, checks
 from moe_ops.activations import Activation
 from moe_ops.autograd import adapters as low_rank
-from moe_ops.autograd import experts as autograd
-from moe_ops.autograd import lora, training
+from moe_ops.autograd import composition, training
 from moe_ops.autograd.adapters import LoRA
-from moe_ops.autograd.training import explanation
 from moe_ops.batch_invariance import resolve
 from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.ops.transforms import refuse_tangents
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
+from moe_ops.planning.training import explanation
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _EXPERTS = "hidden_states w13 w2 topk_weights topk_ids w13_bias w2_bias expert_map"
@@ -196,7 +195,7 @@ def fused_experts(
                 "are not shown to keep it; merge them into the weights"
             )
         joined = low_rank.join(adapters, bound.plan.problem, hidden_states)
-        return lora.fused_experts(call, joined, recompute)
+        return training.fused_experts(call, recompute, joined)
     return bound.run(call, M)
 
 
@@ -323,7 +322,7 @@ def grouped_linear(
         if not torch.compiler.is_compiling():
             refuse_lost(call)
             training.warn_of_plain_torch(x, "grouped_linear has no other")
-        y = autograd.grouped_linear(x, a, offsets, bias, batch_invariant=call.batch_invariant)
+        y = composition.grouped_linear(x, a, offsets, bias, batch_invariant=call.batch_invariant)
         return y.to(x.dtype)
     return bind.run(call, backend)
 

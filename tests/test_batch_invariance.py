@@ -19,7 +19,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import moe_ops
 from moe_ops import activations
 from moe_ops import batch_invariance as switch
-from moe_ops.autograd import training
 from moe_ops.backend import Takes
 from moe_ops.backends.torch import cpu, grouped_mm, layer
 from moe_ops.numerics.sums import add_by_tree
@@ -29,6 +28,7 @@ from moe_ops.ops.problem import Machine
 from moe_ops.parallel.placement import Placement, shard_experts
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
+from moe_ops.planning import training as training_plans
 from tests.support import oracle, outside
 from tests.support.cases import (
     BF16,
@@ -340,7 +340,7 @@ def test_sums_of_ranks_add_up_to_one_process(scheme, avx, monkeypatch):
     """Blocks of experts by the tree of `moe_ops.meta.blocks`, in fp32 until the end. For every
     other token two experts nearly cancel each other: the last bits of fp32 are seen in 16.
     """
-    monkeypatch.setattr(training, "INTERPRETED", False)  # gradients, in a tenth of the time
+    monkeypatch.setattr(training_plans, "INTERPRETED", False)  # gradients, in a tenth of the time
     experts, K, I = 16, 96, 64  # noqa: E741
     w13, w2 = normal(experts, 2 * I, K, seed=1) / 10, normal(experts, K, I, seed=2) / 8
     w13[1], w2[1] = w13[0], w2[0] * (-63 / 64)

@@ -38,8 +38,9 @@ from triton.runtime import driver
 
 from moe_ops import backends, environment, kernels
 from moe_ops.activations import Activation
-from moe_ops.autograd import fused as training
 from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
+from moe_ops.autograd.fused import FusedStep
+from moe_ops.autograd.step import Needs
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.deep_gemm import library as deep_gemm
 from moe_ops.kernels import launch
@@ -51,13 +52,13 @@ from moe_ops.kernels.place.layout import Layout
 from moe_ops.kernels.router import fused, topk
 from moe_ops.kernels.rows.push_scatter import push_scatter
 from moe_ops.kernels.rows.scatter import GroupedRows
-from moe_ops.kernels.training.rows import zero_empty
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.meta.symmetric import SymmetricLayout, packed_bytes
 from moe_ops.ops import library
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.problem import Machine, Problem
+from moe_ops.ops.products import Products
 from moe_ops.schemes import SCHEMES, get_scheme, schemes_of_layer
 
 Arch = int | str  # 90 for an NVIDIA GPU of compute capability 9.0, "gfx942" for one of AMD
@@ -464,29 +465,22 @@ def compile_training(
     def multiply(rows: Tensor, weight: Tensor, _: Tensor, transpose: bool) -> Tensor:
         return rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])
 
-    def outer(self: Any, a: Tensor, b: Tensor) -> Tensor:
-        out = a.new_empty(E, a.shape[1], b.shape[1])
-        self.run(zero_empty(out, self.layout))
-        return out
+    def outer(a: Tensor, b: Tensor, _: Tensor) -> Tensor:
+        return a.new_empty(E, a.shape[1], b.shape[1])
 
     trained = not (call.scheme or call.rank)
     biases_train = trained and call.bias
-    needs = [True, trained, trained, True, biases_train, biases_train]
+    needs = Needs(True, trained, trained, True, biases_train, biases_train, *[call.rank > 0] * 2)
     adapters = UNADAPTED
     if call.rank:
         sizes = ((call.rank, K), (N, call.rank)), ((call.rank, I), (K, call.rank))
         matrices = [[_empty(E, *size, dtype=dtype) for size in pair] for pair in sizes]
         adapters = Adapters(*[LowRank(*pair, 2.0) for pair in matrices])
-        needs += [True] * 4
-    with (
-        mock.patch.object(training.native, "kernels", lambda _: None),
-        mock.patch.object(training.products, "grouped_mm", multiply),
-        mock.patch.object(training._Step, "outer", outer),
-        _compiling(gpu, arch, compiles) as found,
-    ):
-        _, h, u, index = training.forward(step, adapters)
-        grad = _empty(call.M, K, dtype=dtype)
-        training.backward(step, grad, h, u, index, needs, adapters)
+    products = Products("none", multiply, outer, zeroes=False)
+    with _compiling(gpu, arch, compiles) as found:
+        forward, backward = [FusedStep(step, adapters, products) for _ in range(2)]
+        _, h, u, index = forward.forward()
+        backward.backward(_empty(call.M, K, dtype=dtype), h, u, index, needs)
     return found
 
 

@@ -17,10 +17,12 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import Activation
-from moe_ops.autograd import fused, lora, training
+from moe_ops.autograd import fused
+from moe_ops.backends.cutlass import products as native_products
 from moe_ops.bench.layers import quantized
 from moe_ops.kernels import launch
 from moe_ops.kernels import training as package
+from moe_ops.planning import training as planning
 
 E, TOP_K = 5, 2
 SIZES = 224, 160  # K, I
@@ -95,8 +97,8 @@ def steps(
             found: list[list[Tensor]] = []
             for plain in (False, True) if compared else (False,):
                 with ExitStack() as stack:
-                    for module in (training, lora) if plain else ():
-                        stack.enter_context(mock.patch.object(module, "why_not_fused", _plain))
+                    if plain:
+                        stack.enter_context(mock.patch.object(planning, "why_not_kernels", _plain))
                     out = moe_ops.fused_experts(
                         *(x, *weights, router, ids),
                         activation=of,
@@ -124,14 +126,14 @@ def run_steps(
     kernels: list[str] = []
     wrong: list[str] = []
     # those of csrc/cutlass, where they are there, and torch's products with what follows them
-    products = [fused.native.kernels]
-    if device != "cpu" and fused.native.kernels(torch.cuda.current_device()) is not None:
+    products = [native_products.kernels]
+    if device != "cpu" and native_products.kernels(torch.cuda.current_device()) is not None:
         products.append(lambda _: None)
     for native in products:  # those of packed weights are the same with both
         first = native is products[0]
         with (
             mock.patch.object(fused, "run", launched(kernels)),
-            mock.patch.object(fused.native, "kernels", native),
+            mock.patch.object(native_products, "kernels", native),
         ):
             for call, found, expected in steps(device, dtype, first, compared):
                 calls.append(call)

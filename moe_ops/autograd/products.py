@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.meta import flops
 from moe_ops.numerics import Scales
 from moe_ops.ops.library import TORCH_DEVICES, register_function
+from moe_ops.planning.training import PORTABLE
 from moe_ops.schemes import get_scheme
 
 _PLAIN = (None, None, None, None)  # scales of plain weights
@@ -49,7 +49,7 @@ def _grouped_mm(
     if scheme:
         assert scale is not None
         scales = Scales(scale, zero_point, global_scale, channel_scale)
-    return products.grouped_mm(
+    return PORTABLE.multiply(
         x,
         weight,
         offsets,
@@ -138,7 +138,7 @@ grouped_mm = register_function(
 grouped_outer = register_function(
     "grouped_outer",
     "(Tensor a, Tensor b, Tensor offsets) -> Tensor",
-    products.grouped_outer,
+    PORTABLE.outer,
     _grouped_outer_fake,
     (_outer_backward, _save_outer),
     devices=TORCH_DEVICES,

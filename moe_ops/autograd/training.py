@@ -1,50 +1,60 @@
-"""Experts with gradients as two functional operators: `moe_ops::experts_forward` returns what
+"""Experts with gradients as functional operators in pairs. `moe_ops::experts_forward` returns what
 `moe_ops::experts_backward` needs beside the inputs, the first product h (without its bias) and the
 order of the pairs. All else is computed again.
 
+`moe_ops::lora_experts_forward` and `moe_ops::lora_experts_backward` are the same with the four
+matrices of low-rank adapters. Each product gains one through the rank,
+h = x w13^T + scale (x a13^T) b13^T, on rows sorted by expert; so nothing as large as a weight is
+made, and weights may stay quantized. u = scale x a13^T (S, r) is kept, too. Without gradients the
+forward operator runs alone.
+
 Functional, because autograd refuses operators that write their arguments, and selective
 checkpointing of one loses what it wrote. A compiler that partitions forward from backward keeps
-what these two say: hidden_states, h and the index.
+what these say: hidden_states, h, u and the index.
 
-Both run in plain torch (portable.py), for any device and any call, and in fused.py for bf16 rows
-on GPUs, beside weights in bf16 or frozen quantized ones.
+`planning.training` says who runs them: plain torch (step.py), for any device and any call, or
+kernels (fused.py) for bf16 rows on GPUs, beside weights in bf16 or frozen quantized ones.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from moe_ops import activations, environment
-from moe_ops.autograd import experts as composition
-from moe_ops.autograd import portable
-from moe_ops.autograd.adapters import UNADAPTED, Adapters
-from moe_ops.autograd.record import SCALES, recorded
-from moe_ops.backends.cutlass import products as native
-from moe_ops.environment import INTERPRETED
+from moe_ops import activations
+from moe_ops.autograd import composition
+from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
+from moe_ops.autograd.step import Needs, Step, kept_dtype
 from moe_ops.kernels.launch import Lazy
-from moe_ops.kernels.training import frozen
 from moe_ops.meta import flops
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.library import TORCH_DEVICES, options_of, register_function, text_of
-from moe_ops.ops.memory import addressable
+from moe_ops.planning import training as planning
 from moe_ops.schemes import get_scheme, layer_scheme, schemes_of_layer
 
 _INPUTS = (
     "Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
     "Tensor?[] scales, Tensor? w13_bias, Tensor? w2_bias, Tensor? expert_map, str options"
 )
-# of the inputs, those that may get gradients, and their places
-_GRADIENTS = (0, 1, 2, 3, 6, 7)  # hidden_states, w13, w2, topk_weights, w13_bias, w2_bias
-
-
+_LORA_INPUTS = (
+    f"{_INPUTS}, Tensor? a13, Tensor? b13, Tensor? a2, Tensor? b2, float scale13, float scale2"
+)
+_OF_EXPERTS = 10  # of the inputs, those that both pairs have
+_SCALES = 5  # the place of the list of scales among them
+# and the places of those that may get gradients: hidden_states, w13, w2, topk_weights, w13_bias,
+# w2_bias, and the matrices
+_GRADIENTS = (0, 1, 2, 3, 6, 7)
+_LORA_GRADIENTS = (*_GRADIENTS, 10, 11, 12, 13)
 # of plain weights: one slot of each. AOTInductor passes an empty list as None, which no operator
 # with a derivative is given.
 _NO_SCALES = (None, None)
+
+_fused_step = Lazy("moe_ops.autograd.fused:FusedStep")
 
 
 class Options(NamedTuple):
@@ -62,22 +72,20 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of both operators."""
+    """The inputs of the operators."""
 
     call: ExpertsCall
+    adapters: Adapters
     recompute: bool
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """E, N, K, I and top_k."""
-        call = self.call
-        E, N, K = get_scheme(call.w13.scheme).logical_shape(*call.w13.data.shape)
-        I = get_scheme(call.w2.scheme).logical_shape(*call.w2.data.shape)[2]  # noqa: E741
-        return E, N, K, I, call.topk_ids.shape[1]
+    def matrices(self) -> list[Tensor]:
+        """Those of the adapters."""
+        return [t for one in self.adapters if one is not None for t in (one.a, one.b)]
 
 
-def _inputs(values: tuple) -> Inputs:
-    x, w13, w2, topk_weights, topk_ids, scales, b13, b2, expert_map, text = values
+def _inputs(values: Sequence[Any]) -> Inputs:
+    x, w13, w2, topk_weights, topk_ids, scales, b13, b2, expert_map, text = values[:_OF_EXPERTS]
     o = options_of(text, Options)
     slots = len(scales) // 2
     none = [None] * (5 - slots)
@@ -91,73 +99,14 @@ def _inputs(values: tuple) -> Inputs:
         out_dtype=torch.float32 if o.fp32_out else None,
         batch_invariant=o.batch_invariant,
     )
-    return Inputs(call, o.recompute)
-
-
-# --- where it runs -------------------------------------------------------------------------------
-
-
-_fused_forward = Lazy("moe_ops.autograd.fused:forward")
-_fused_backward = Lazy("moe_ops.autograd.fused:backward")
-_MULTIPLE = 8  # of sizes: rows of 16-bit numbers begin at multiples of 16 bytes
-# Compute capabilities (major numbers) for which torch builds its grouped product, and the most
-# experts it takes. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets to the host
-# and loops over experts.
-_GROUPED_MM_ON, _MOST_EXPERTS = (9, 10), 1023
-
-
-def why_not_fused(call: ExpertsCall) -> str | None:
-    """Why a call runs in plain torch; None if it runs in fused.py. Each operator asks once."""
-    x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
-    if call.batch_invariant and x.device.type == "cpu":
-        return "batch_invariant asks for the products that inference takes"
-    weights = call.w13, call.w2
-    schemes = [get_scheme(weight.scheme) for weight in weights]
-    if schemes[0] != schemes[1] and any([scheme.activation for scheme in schemes]):
-        return "its weights have two schemes, of which one quantizes activations"
-    unfrozen = frozen.why_not(*[weight for weight in weights if weight.scheme])
-    if unfrozen:
-        return unfrozen
-    if not call.topk_ids.numel():
-        return "it has no tokens"
-    shapes = [scheme.logical_shape(*t.shape) for scheme, t in zip(schemes, (w13, w2), strict=True)]
-    if any([size % _MULTIPLE for shape in shapes for size in shape[1:]]):
-        return f"its sizes are no multiples of {_MULTIPLE}"
-    if x.device.type != "cuda":
-        return None if INTERPRETED and x.dtype == torch.float32 else "it is not on a CUDA device"
-    if x.dtype != torch.bfloat16:
-        return f"torch's grouped product takes bf16, not {x.dtype}"
-    plain = all([type(t) is Tensor or type(t) is torch.nn.Parameter for t in (w13, w2)])
-    if not plain or not addressable((w13, w2)):
-        return "its weights have no addresses"
-    if environment.capability(x.device)[0] not in _GROUPED_MM_ON:
-        return "torch's grouped product is built for compute capability 9 and 10"
-    if w13.shape[0] > _MOST_EXPERTS:
-        return f"torch's grouped product takes at most {_MOST_EXPERTS} experts"
-    for t in [weight.data for weight in weights if not weight.scheme]:
-        if not (t.is_contiguous() or t.mT.is_contiguous()) or t.data_ptr() % 16:
-            return "its weights are not contiguous, or begin askew"
-    return None
-
-
-def explanation(call: ExpertsCall) -> str:
-    """How the operators run a call, in words."""
-    reason = why_not_fused(call)
-    if reason:
-        return f"plain torch, because {reason}"
-    schemes, products = (call.w13.scheme, call.w2.scheme), []
-    if not all(schemes):
-        there = native.kernels(call.hidden_states.get_device()) is not None
-        products.append(
-            "grouped products of csrc/cutlass" if there else "torch's grouped products"
+    adapters = UNADAPTED
+    if len(values) > _OF_EXPERTS:
+        a13, lora_b13, a2, lora_b2, scale13, scale2 = values[_OF_EXPERTS:]
+        adapters = Adapters(
+            None if a13 is None else LowRank(a13, lora_b13, scale13),
+            None if a2 is None else LowRank(a2, lora_b2, scale2),
         )
-    if any(schemes):
-        products.append("products that decode weights")
-        how = frozen.frozen(call.w13.scheme)
-        if how is not None and how.elements is not None:
-            products.append(f"of activations rounded to {how.elements.DTYPE}")
-    output = ", the output by inference's kernels" if call.batch_invariant else ""
-    return f"fused kernels, {', '.join(products)}{output}"
+    return Inputs(call, adapters, o.recompute)
 
 
 _warned = False
@@ -184,113 +133,182 @@ def warn_of_plain_torch(
 # --- forward -------------------------------------------------------------------------------------
 
 
-def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _run_forward(values: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """out (M, K); h (S, N), or (0, N) if it is computed again, whose rows behind those of the last
-    expert may hold anything; int32 index (E + S,): the row after each expert's last pair, then the
-    row of each pair, or -1 if its expert is not here.
-
-    h is the product with w13, and what adapts it, rounded to its dtype. Whoever reads it adds
-    w13_bias, in fp32, so that the product of torch, which takes none, needs no pass over h.
+    expert may hold anything; u likewise, None without an adapter of w13; the index. All as step.py
+    defines them.
     """
-    call, recompute = _inputs(values)
-    reason = why_not_fused(call)
+    inputs = _inputs(values)
+    call, adapters = inputs.call, inputs.adapters
+    reason, products = planning.plan(call, inputs.matrices)
     if reason is not None:
-        warn_of_plain_torch(call.hidden_states, reason)
-    out, h, _, index = run_forward(call, UNADAPTED, recompute, reason is None)
+        adapted = ("adapters are given", "merge them into the weights")
+        words = () if adapters == UNADAPTED else adapted
+        warn_of_plain_torch(call.hidden_states, reason, *words)
+    with torch.cuda.device_of(call.hidden_states):  # kernels are launched on the current device
+        step = (Step if reason else _fused_step)(call, adapters, products)
+        out, h, u, index = step.forward()
+
+        def kept(t: Tensor) -> Tensor:
+            return (t[:0].clone() if inputs.recompute else t).to(step.kept)
+
+        return out, kept(h), None if u is None else kept(u), index
+
+
+def _forward(*values: Any) -> tuple[Tensor, ...]:
+    out, h, _, index = _run_forward(values)
     return out, h, index
 
 
-def run_forward(
-    call: ExpertsCall, adapters: Adapters, recompute: bool, fused: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """out, h, u and index: u (S, r) is what an adapter of w13 makes narrow, None without one."""
-
-    def kept(t: Tensor) -> Tensor:
-        return (t[:0].clone() if recompute else t).to(portable.kept_dtype(call))
-
-    out, h, u, index = (_fused_forward if fused else portable.forward)(call, adapters)
-    return out, kept(h), None if u is None else kept(u), index
+def _lora_forward(*values: Any) -> tuple[Tensor, ...]:
+    out, h, u, index = _run_forward(values)
+    return out, h, h.new_empty(0, 0) if u is None else u, index
 
 
-def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = _inputs(values)
-    call, (E, N, _, _, top_k) = inputs.call, inputs.sizes
+def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
+    call, _, recompute = _inputs(values)
+    E, N, _ = get_scheme(call.w13.scheme).logical_shape(*call.w13.data.shape)
     x = call.hidden_states
-    S = x.shape[0] * top_k
-    h = x.new_empty((0 if inputs.recompute else S, N), dtype=portable.kept_dtype(call))
+    S = x.shape[0] * call.topk_ids.shape[1]
+    h = x.new_empty((0 if recompute else S, N), dtype=kept_dtype(call))
     out = x.new_empty(x.shape, dtype=call.output()[1])
     return out, h, call.topk_ids.new_empty((E + S,), dtype=torch.int32)
+
+
+def _lora_forward_fake(*values: Any) -> tuple[Tensor, ...]:
+    out, h, index = _forward_fake(*values)
+    a13 = values[_OF_EXPERTS]
+    size = (0, 0) if a13 is None else (h.shape[0], a13.shape[1])
+    return out, h, h.new_empty(size), index
 
 
 # --- backward ------------------------------------------------------------------------------------
 
 
-def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of hidden_states, w13, w2, topk_weights, w13_bias and w2_bias; (0,) for those that
-    are not needed.
+def _run_backward(
+    grad: Tensor, h: Tensor, u: Tensor | None, index: Tensor, rest: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    """Gradients of the inputs in the order of `_LORA_GRADIENTS`, as many as `needs` has; (0,) for
+    those that are not needed.
     """
     *values, needs = rest
-    inputs = _inputs(tuple(values))
-    fused = why_not_fused(inputs.call) is None
-    return run_backward(inputs, grad, h, None, index, needs, UNADAPTED, fused)
-
-
-def run_backward(
-    inputs: Inputs,
-    grad: Tensor,
-    h: Tensor,
-    u: Tensor | None,
-    index: Tensor,
-    needs: list[bool],
-    adapters: Adapters,
-    fused: bool,
-) -> tuple[Tensor, ...]:
-    """The gradients, and where `needs` has them, behind them those of a13, b13, a2 and b2."""
-    run = _fused_backward if fused else portable.backward
-    known_h, known_u = (None, None) if inputs.recompute else (h, u)
-    found = run(inputs.call, grad, known_h, known_u, index, needs, adapters)
+    call, adapters, recompute = inputs = _inputs(values)
+    reason, products = planning.plan(call, inputs.matrices)
+    known_h, known_u = (None, None) if recompute else (h, u)
+    with torch.cuda.device_of(call.hidden_states):
+        step = (Step if reason else _fused_step)(call, adapters, products)
+        asked = Needs._make((*needs[:6], any(needs[6:8]), any(needs[8:])))
+        found = step.backward(grad, known_h, known_u, index, asked)[: len(needs)]
     # outputs may not share memory
     return tuple([h.new_empty(0) if t is None else t for t in found])
 
 
-def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _run_backward(grad, h, None, index, rest)
+
+
+def _lora_backward(
+    grad: Tensor, h: Tensor, u: Tensor, index: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    return _run_backward(grad, h, u, index, rest)
+
+
+def _gradients_fake(h: Tensor, rest: Sequence[Any]) -> tuple[Tensor, ...]:
     *values, needs = rest
-    x, w13, w2, topk_weights, _, _, b13, b2, *_ = values
-    like = (x, w13, w2, topk_weights, b13, b2)
+    both = [[any(needs[i : i + 2])] * 2 for i in (6, 8)]  # a and b of a pair come together
+    asked = [*needs[:6], *both[0], *both[1]][: len(needs)]
+    wanted = zip(_LORA_GRADIENTS, asked, strict=False)
     return tuple(
-        [
-            t.new_empty(t.shape) if need else h.new_empty(0)
-            for t, need in zip(like, needs, strict=True)
-        ]
+        [values[i].new_empty(values[i].shape) if need else h.new_empty(0) for i, need in wanted]
     )
+
+
+def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _gradients_fake(h, rest)
+
+
+def _lora_backward_fake(
+    grad: Tensor, h: Tensor, u: Tensor, index: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    return _gradients_fake(h, rest)
+
+
+# --- how autograd records them -------------------------------------------------------------------
+
+
+def _layer(values: Sequence[Any]) -> Tensor:
+    """The first output as a graph of torch operators, for derivatives of gradients."""
+    call, adapters, _ = _inputs(values)
+    return composition.fused_experts(call, adapters)
+
+
+def _recorded(
+    options: tuple[int, ...],
+    gradients: tuple[int, ...],
+    backward: Callable[..., Sequence[Tensor]],
+) -> tuple[Callable[..., tuple], Callable[..., None]]:
+    """What `torch.library.register_autograd` takes: (backward, setup_context).
+
+    Args:
+        options: of the inputs, the places of those that are no tensors.
+        gradients: the places of those that may get gradients.
+        backward: the operator that takes the gradient of the first output, all other outputs, the
+            inputs, and which gradients are needed.
+    """
+    apart = (*options, _SCALES)
+
+    def save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.rest, scales = [inputs[i] for i in options], inputs[_SCALES]
+        ctx.num_scales, ctx.no_gaps = len(scales), all([t is not None for t in scales])
+        ctx.num_kept = len(output) - 1
+        tensors = [t for i, t in enumerate(inputs) if i not in apart]
+        ctx.save_for_backward(*output[1:], *tensors, *scales)
+
+    def values_of(ctx: Any) -> tuple[list, list]:
+        """The outputs behind the first, and the inputs."""
+        saved = list(ctx.saved_tensors)
+        end = len(saved) - ctx.num_scales
+        values = saved[ctx.num_kept : end]
+        for i, value in sorted(zip(apart, (*ctx.rest, saved[end:]), strict=True)):
+            values.insert(i, value)
+        return saved[: ctx.num_kept], values
+
+    def run(ctx: Any, grad: Tensor | None, *_: Any) -> tuple:
+        kept, values = values_of(ctx)
+        needs = [bool(ctx.needs_input_grad[i]) for i in gradients]
+        found: list = [None] * len(values)
+        if ctx.no_gaps:  # torch asks for as many gradients of a list as it has tensors
+            found[_SCALES] = [None] * ctx.num_scales
+        if grad is None:
+            return tuple(found)
+        wanted = [i for i, need in zip(gradients, needs, strict=True) if need]
+        if torch.is_grad_enabled():  # create_graph: derivatives of these gradients are asked for
+            # Of aliases: the inner gradient ends at them, and derivatives go on through them. Of
+            # the inputs themselves it would go on to what they depend on, such as the router
+            # weights of tokens, which the outer one counts, too; it would count a tensor twice
+            # that is passed twice, and call its hooks.
+            inputs = [values[i].view_as(values[i]) for i in wanted]
+            for i, alias in zip(wanted, inputs, strict=True):
+                values[i] = alias
+            made = torch.autograd.grad(_layer(values), inputs, grad, create_graph=True)
+        else:
+            all_of = backward(grad, *kept, *values, needs)
+            made = tuple([t for t, need in zip(all_of, needs, strict=True) if need])
+        for i, gradient in zip(wanted, made, strict=True):
+            found[i] = gradient
+        return tuple(found)
+
+    return run, save
 
 
 # --- the operators -------------------------------------------------------------------------------
 
-
-def _run_backward(*values: Any) -> tuple[Tensor, ...]:
-    return backward(*values)
-
-
-def _layer(values: tuple) -> Tensor:
-    return composition.fused_experts(_inputs(values).call)
-
-
-forward = register_function(
-    "experts_forward",
-    f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor index)",
-    _forward,
-    _forward_fake,
-    recorded((9,), _GRADIENTS, _run_backward, _layer),
-    devices=TORCH_DEVICES,
-    flops=flops.experts_forward,
-)
-
-
 backward = register_function(
     "experts_backward",
-    f"(Tensor grad, Tensor h, Tensor index, {_INPUTS}, bool[6] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor h, Tensor index, {_INPUTS}, bool[6] needs) -> "
+    f"({', '.join(['Tensor'] * len(_GRADIENTS))})",
     _backward,
     _backward_fake,
     devices=TORCH_DEVICES,
@@ -299,15 +317,57 @@ backward = register_function(
 )
 
 
-def fused_experts(call: ExpertsCall, recompute: bool) -> Tensor:
-    """Differentiable experts, (M, K) in the call's dtype. With `recompute` nothing is kept for
-    the backward pass but the inputs and the order of the pairs.
+forward = register_function(
+    "experts_forward",
+    f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor index)",
+    _forward,
+    _forward_fake,
+    _recorded((9,), _GRADIENTS, backward),
+    devices=TORCH_DEVICES,
+    flops=flops.experts_forward,
+)
+
+
+lora_backward = register_function(
+    "lora_experts_backward",
+    f"(Tensor grad, Tensor h, Tensor u, Tensor index, {_LORA_INPUTS}, bool[10] needs) -> "
+    f"({', '.join(['Tensor'] * len(_LORA_GRADIENTS))})",
+    _lora_backward,
+    _lora_backward_fake,
+    devices=TORCH_DEVICES,
+    flops=flops.lora_experts_backward,
+    one_by_one=True,
+)
+
+
+lora_forward = register_function(
+    "lora_experts_forward",
+    f"({_LORA_INPUTS}) -> (Tensor out, Tensor h, Tensor u, Tensor index)",
+    _lora_forward,
+    _lora_forward_fake,
+    _recorded((9, 14, 15), _LORA_GRADIENTS, lora_backward),
+    devices=TORCH_DEVICES,
+    flops=flops.lora_experts_forward,
+)
+
+
+def fused_experts(call: ExpertsCall, recompute: bool, adapters: Adapters = UNADAPTED) -> Tensor:
+    """Differentiable experts, (M, K) in the call's dtype. With `recompute`, or with adapters and
+    without gradients, nothing is kept for the backward pass but the inputs and the order of the
+    pairs.
     """
-    return forward(*op_values(call, recompute))[0]
+    if adapters == UNADAPTED:
+        return forward(*op_values(call, recompute))[0]
+    values: list[Any] = []
+    for one in adapters:
+        values += (None, None) if one is None else (one.a, one.b)
+    # constants, also where dynamic=True makes symbols of them
+    values += [1.0 if one is None else float(guard_scalar(one.scale)) for one in adapters]
+    return lora_forward(*op_values(call, recompute or not torch.is_grad_enabled()), *values)[0]
 
 
 def op_values(call: ExpertsCall, recompute: bool) -> tuple:
-    """The inputs of both operators."""
+    """The inputs that both forward operators have."""
     a = call.activation
     # constants, also where dynamic=True makes symbols of them
     numbers = [float(guard_scalar(x)) for x in (a.alpha, a.beta, a.limit)]
@@ -316,5 +376,5 @@ def op_values(call: ExpertsCall, recompute: bool) -> tuple:
     fp32_out = call.output()[1] != call.hidden_states.dtype
     values += (True, fp32_out) if call.batch_invariant else ()  # the last ones may be left out
     inputs = [*call.op_values(text_of(Options._fields[: len(values)], values))]
-    inputs[SCALES] = inputs[SCALES] or _NO_SCALES
+    inputs[_SCALES] = inputs[_SCALES] or _NO_SCALES
     return tuple(inputs)

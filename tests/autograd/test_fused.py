@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import moe_ops
 from moe_ops import activations
 from moe_ops.activations import NAMES, Activation
-from moe_ops.autograd import fused, training
+from moe_ops.autograd import fused
 from moe_ops.backends.cutlass import products as native
 from moe_ops.environment import INTERPRETED
 from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.planning import training as planning
 from tests.autograd import test_gradients
 from tests.autograd.test_gradients import (
     TOLERANCE,
@@ -58,13 +59,13 @@ ELSEWHERE = (
 @pytest.fixture(autouse=True)
 def every_call_is_fused(request, monkeypatch):
     asked = []
-    why_not = training.why_not_fused
+    why_not = planning.why_not_kernels
 
-    def noted(call):
-        asked.append(why_not(call))
+    def noted(*args):
+        asked.append(why_not(*args))
         return asked[-1]
 
-    monkeypatch.setattr(training, "why_not_fused", noted)
+    monkeypatch.setattr(planning, "why_not_kernels", noted)
     yield
     assert set(asked) == ({None} if asked or request.node.originalname not in ELSEWHERE else set())
 
@@ -241,9 +242,9 @@ def test_plain_torch_and_these_kernels_read_one_another(options, fused_first, mo
     monkeypatch.undo()
     case = Case("cpu", FP32, **options)
     given = leaves(case)
-    monkeypatch.setattr(training, "INTERPRETED", fused_first)
+    monkeypatch.setattr(planning, "INTERPRETED", fused_first)
     out = call(moe_ops.fused_experts, case, given)
-    monkeypatch.setattr(training, "INTERPRETED", not fused_first)
+    monkeypatch.setattr(planning, "INTERPRETED", not fused_first)
     found = torch.autograd.grad(out, list(given.values()), cotangent(case))
     compare(case, dict(zip(given, found, strict=True)), expected_gradients(case))
 
@@ -269,7 +270,7 @@ def test_what_runs_beside_products(options, monkeypatch):
     seen, before = [], []
 
     def product(name):
-        run = getattr(fused._Step, name)
+        run = getattr(fused.FusedStep, name)
 
         def noted(step, *args, **given):
             spare = given.get("spare", args[2] if name == "outer" and len(args) > 2 else 0)
@@ -277,7 +278,7 @@ def test_what_runs_beside_products(options, monkeypatch):
             seen.append((name, spare))
             return run(step, *args, **given)
 
-        monkeypatch.setattr(fused._Step, name, noted)
+        monkeypatch.setattr(fused.FusedStep, name, noted)
 
     def rows(name, written):
         launch = getattr(fused, name)
@@ -293,20 +294,20 @@ def test_what_runs_beside_products(options, monkeypatch):
 
     allocated = []
     for name in ("rows", "sums"):
-        make = getattr(fused._Step, name)
+        make = getattr(fused.FusedStep, name)
 
         def noted(step, *args, make=make):
             allocated.append(make(step, *args))
             return allocated[-1]
 
-        monkeypatch.setattr(fused._Step, name, noted)
+        monkeypatch.setattr(fused.FusedStep, name, noted)
     product("multiply")
     product("outer")
     rows("scatter", 1)
     rows("combine_rows", 0)
     dot = fused.dot
     monkeypatch.setattr(fused, "dot", lambda *args: seen.append(("dot", False)) or dot(*args))
-    monkeypatch.setattr(fused._Step, "spare", 6)
+    monkeypatch.setattr(fused.FusedStep, "spare", 6)
     of_case, step = split(options)
     test_gradients.check(Case("cpu", M=9, E=6, **of_case), step)
     want = [("multiply", 6), ("scatter", True)]
@@ -325,7 +326,7 @@ def test_bits_of_what_runs_beside_products(options, monkeypatch):
     """In memory that is used again and again, with tokens and routing that change."""
     if native.kernels(0) is None:
         pytest.skip("needs the kernels of backend cutlass")
-    monkeypatch.setattr(fused, "SPARE_FROM", 0)
+    monkeypatch.setattr(native, "SPARE_FROM", 0)
     asked = []
     for name in ("scatter", "combine_rows"):
         launch = getattr(fused, name)
@@ -343,7 +344,7 @@ def test_bits_of_what_runs_beside_products(options, monkeypatch):
         refill(case, seed)
         found = []
         for up_to in (0, 4096, 4096):
-            monkeypatch.setattr(fused, "SPARE_UP_TO", up_to)
+            monkeypatch.setattr(native, "SPARE_UP_TO", up_to)
             asked.clear()
             found.append(gradients(case, step))
             assert any(asked) == (up_to > 0)
@@ -355,7 +356,7 @@ def test_bits_of_what_runs_beside_products(options, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_a_captured_step_has_kernels_beside_products(monkeypatch):
-    monkeypatch.setattr(fused, "SPARE_FROM", 0)
+    monkeypatch.setattr(native, "SPARE_FROM", 0)
     sizes = {"M": 300, "E": 8, "top_k": 2, "K": 512, "I": 256}
     check_captured_step([Case("cuda", BF16, **sizes, seed=seed) for seed in range(3)])
 
@@ -398,5 +399,5 @@ def test_what_is_not_fused(monkeypatch):
     reasons["weights have no addresses"] = fake
     reasons["takes bf16, not torch.float16"] = half
     for reason, one in reasons.items():
-        found = training.why_not_fused(one)
+        found = planning.why_not_kernels(one)
         assert found is not None and reason in found

@@ -9,9 +9,9 @@ import torch
 import moe_ops
 from moe_ops import schemes
 from moe_ops.activations import NAMES, Activation
-from moe_ops.autograd import experts as composition
-from moe_ops.autograd import training
+from moe_ops.autograd import composition, training
 from moe_ops.numerics import permute
+from moe_ops.planning import training as planning
 from tests.support import oracle
 from tests.support.cases import BF16, FP16, FP32, FP64, Case, poisoned_memory
 
@@ -32,7 +32,7 @@ everywhere = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def plain_torch_on_cpus(monkeypatch):
     """Where the kernels of a step would be interpreted: test_fused.py is about those."""
-    monkeypatch.setattr(training, "INTERPRETED", False)
+    monkeypatch.setattr(planning, "INTERPRETED", False)
 
 
 NAMES_OF_ARGS = ("hidden_states", "w13", "w2", "topk_weights")

@@ -7,14 +7,17 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ops
 from moe_ops import LoRA
-from moe_ops.autograd import lora, training
+from moe_ops.autograd import training
 from moe_ops.backends.cutlass import products as native
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.environment import INTERPRETED
+from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.planning import training as planning
 from tests.autograd.test_gradients import (
     TOLERANCE,
     call,
@@ -45,13 +48,13 @@ MATRICES = ("a13", "b13", "a2", "b2")
 def where(request, monkeypatch):
     """Device and dtype, on the path that is asked for: each call must take it."""
     path, device, dtype = request.param
-    asked, why_not = [], lora.why_not_fused
+    asked, why_not = [], planning.why_not_kernels
 
     def noted(*args):
         asked.append(why_not(*args))
         return "the test says so" if path == "plain" else asked[-1]
 
-    monkeypatch.setattr(lora, "why_not_fused", noted)
+    monkeypatch.setattr(planning, "why_not_kernels", noted)
     if path == "torch's products":  # as on a GPU without the object of csrc/cutlass
         monkeypatch.setattr(native, "kernels", lambda _: None)
     yield device, dtype
@@ -238,7 +241,7 @@ def test_some_gradients_alone(where, only, adapters):
 def test_nothing_goes_back_through_w2_for_its_own_gradients(path, monkeypatch):
     """Those of w2, its bias and its adapter need no product with it."""
     if path == "plain":
-        monkeypatch.setattr(lora, "why_not_fused", lambda *_: "the test says so")
+        monkeypatch.setattr(planning, "why_not_kernels", lambda *_: "the test says so")
     case = Case("cpu", FP32, bias=True)
     one = adapter(case)._replace(a13=None, b13=None)
     passed, multiply = [], products.grouped_mm
@@ -247,7 +250,7 @@ def test_nothing_goes_back_through_w2_for_its_own_gradients(path, monkeypatch):
         passed.append(transpose and weight.shape == case.args[2].shape)
         return multiply(x, weight, *rest, transpose=transpose, **options)
 
-    monkeypatch.setattr(products, "grouped_mm", noted)
+    monkeypatch.setattr(planning, "PORTABLE", products.PORTABLE._replace(multiply=noted))
     for only, expected in ((["w2", "w2_bias"], False), (["w2", "topk_weights"], True)):
         passed.clear()
         check(case, [one], only=only)
@@ -385,19 +388,21 @@ def test_nothing_is_as_large_as_a_weight(where, scheme, recompute, monkeypatch):
     case = Case(*where, scheme, M=3, top_k=2, E=16, K=64, I=32)
     one, recorded = adapter(case), []
 
-    def record(operator):
-        return lambda *values: (recorded.append(values), operator(*values))[1]
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "moe_ops":
+                recorded.append(args)
+            return func(*args, **(kwargs or {}))
 
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(lora, name, record(getattr(lora, name)))
-    out = call(moe_ops.fused_experts, case, leaves(case, only=["hidden_states"]), adapters=one,
-               recompute=recompute)  # fmt: skip
-    out.backward(cotangent(case))
+    with Record():
+        given = leaves(case, only=["hidden_states"])
+        out = call(moe_ops.fused_experts, case, given, adapters=one, recompute=recompute)
+        out.backward(cotangent(case))
     # what operators do inside is seen by no mode: their functions are called
     forward, backward = recorded
     with torch.no_grad(), Largest() as largest:
-        lora._forward(*forward)
-        lora._backward(*backward)
+        training._lora_forward(*forward)
+        training._lora_backward(*backward)
     w13, w2 = [oracle.weight(w).numel() for w in case.args[1:3]]
     assert 0 < largest.elements < min(w13, w2)
 
@@ -477,7 +482,7 @@ def test_exported():
 
 
 def test_no_adapters_take_no_path_of_theirs(monkeypatch):
-    monkeypatch.setattr(lora, "fused_experts", None)
+    monkeypatch.setattr(training, "lora_forward", None)
     case = Case(bias=True)
     assert torch.equal(
         call(moe_ops.fused_experts, case, leaves(case), adapters=None), call(
@@ -485,19 +490,20 @@ def test_no_adapters_take_no_path_of_theirs(monkeypatch):
     )  # fmt: skip
 
 
-def test_why_not_fused():
+def test_why_not_kernels():
     case = Case()
     none = [None] * 3
     act = moe_ops.Activation("silu")
-    made = training.ExpertsCall(
-        case.args[0].nan_to_num(), training.Weight(case.args[1]), training.Weight(case.args[2]),
+    made = ExpertsCall(
+        case.args[0].nan_to_num(), Weight(case.args[1]), Weight(case.args[2]),
         *case.args[3:], *none, act, False, True, True,
     )  # fmt: skip
     problem = mock.Mock(num_experts=4, num_rows=48, hidden_size=48, intermediate_size=24)
-    joined = lora.Adapters(*moe_ops.autograd.adapters.join(adapter(case), problem, made[0]))
-    assert lora.why_not_fused(made, joined) == training.why_not_fused(made)
-    half = joined._replace(w13=joined.w13._replace(a=joined.w13.a.half()))
-    assert "of another dtype" in lora.why_not_fused(made, half)
+    joined = moe_ops.autograd.adapters.join(adapter(case), problem, made[0])
+    matrices = [t for one in joined for t in one[:2]]
+    assert planning.why_not_kernels(made, matrices) == planning.why_not_kernels(made)
+    half = [matrices[0].half(), *matrices[1:]]
+    assert "of another dtype" in planning.why_not_kernels(made, half)
 
 
 def bad(case, **changes):

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.autograd import fused, training
+from moe_ops.autograd import fused
+from moe_ops.autograd.adapters import UNADAPTED
+from moe_ops.autograd.step import Needs
 from moe_ops.kernels.mixed_gemm import configs
 from moe_ops.kernels.training import packed
 from moe_ops.ops.call import ExpertsCall, take_apart
+from moe_ops.planning import training as planning
 from tests.autograd import test_lora
 from tests.autograd.test_fused import every_call_is_fused, everywhere  # noqa: F401
 from tests.autograd.test_gradients import (
@@ -54,7 +57,7 @@ def tolerance(where, scheme: str) -> float:
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
     """Small tiles, so that small sizes have many of them, if it is an interpreter that runs."""
-    if training.INTERPRETED:
+    if planning.INTERPRETED:
         for name in ("BLOCK_M", "BLOCK_OUT", "STEP"):
             monkeypatch.setattr(packed, name, 16 if name == "BLOCK_M" else 32)
 
@@ -209,11 +212,13 @@ def test_no_tensor_holds_even_one_expert(where, recompute, scheme):
         *(x, take_apart(w13), take_apart(w2), weights, ids, None, None, None),
         *(moe_ops.activations.resolve("silu"), False, True, True),
     )
+    products = planning.plan(step).products
     with Largest() as largest:
-        _, h, u, index = fused.forward(step)
-        needs = [True, False, False, True, False, False]
+        forward, backward = [fused.FusedStep(step, UNADAPTED, products) for _ in range(2)]
+        _, h, u, index = forward.forward()
+        needs = Needs(True, False, False, True, False, False)
         kept = None if recompute else h
-        dx, *_ = fused.backward(step, cotangent(case), kept, u, index, needs)
+        dx, *_ = backward.backward(cotangent(case), kept, u, index, needs)
     assert oracle.relative_error(dx, expected_gradients(case)["hidden_states"]) < 0.02
     assert 0 < largest.elements < 64 * 64
     with Largest() as largest:  # it would see one

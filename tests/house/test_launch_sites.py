@@ -20,7 +20,7 @@ LAUNCH = Path("kernels/launch.py")
 LAUNCH_CLASS = (LAUNCH, "Launch")
 # Functions that read addresses; elsewhere, what depends on an address is a key written by hand.
 ADDRESSES = {
-    ("autograd/training.py", "why_not_fused"): "PyTorch's product needs 16 bytes",
+    ("planning/training.py", "why_not_kernels"): "PyTorch's product needs 16 bytes",
     ("backends/cutlass/grouped.py", "Grouped.__init__"): "passes them to a C function",
     ("backends/cutlass/grouped.py", "Grouped.run"): "passes them to a C function",
     ("backends/cutlass/library.py", "aligned"): "TMA needs 16 bytes",

@@ -75,6 +75,8 @@ LAZY_IMPORTS = {  # (file, function) that imports a module whose name is not wri
     ("__init__.py", "__getattr__"),  # the face: its _LAZY names modules in strings
     ("backend.py", "__getattr__"),  # and its _WITH_TRITON
 }
+# rooms whose calls run on backends that are planned: they may ask for names of backends alone
+UNAWARE_OF_BACKENDS = ("autograd", "nn")
 BY_PUBLIC_NAME = {
     # pickled weights name their class, and files outlive modules: found by public names
     ("pickling.py", "rebuild_expert_tensor"),
@@ -322,6 +324,8 @@ def _why_wrong(module: str, other: str) -> str:
     room, others_room = room_of(module), room_of(other)
     if others_room not in FLOOR_OF:
         return "it has no floor"
+    if room in UNAWARE_OF_BACKENDS and other.startswith("moe_ops.backends."):
+        return "who multiplies is planned"
     if room != others_room:
         floor, others_floor = FLOOR_OF[room], FLOOR_OF[others_room]
         return "" if others_floor < floor else "sideways" if others_floor == floor else "upward"
@@ -436,6 +440,18 @@ def test_what_runs_up_is_found(copy, text, reason):
     (found,) = wrong_way(Package(copy))
     assert found.startswith("ops/library.py:")
     assert reason in found
+
+
+@pytest.mark.parametrize("file", ["autograd/fused.py", "nn/layer.py"])
+@pytest.mark.parametrize("text", [
+    "from moe_ops.backends.cutlass import products",
+    "def late():\n    import moe_ops.backends.torch.grouped_mm",
+    "_LAZY = 'moe_ops.backends.triton.mixed:experts'",
+])  # fmt: skip
+def test_rooms_that_name_a_backend_are_found(copy, file, text):
+    append(copy / file, f"\n\n{text}\n")
+    (found,) = wrong_way(Package(copy))
+    assert found.startswith(file) and "who multiplies is planned" in found
 
 
 @pytest.mark.parametrize("text", [

@@ -10,13 +10,13 @@ import torch
 import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.activations import Activation
-from moe_ops.autograd import training
 from moe_ops.backend import Claim, Library
 from moe_ops.backends.deep_gemm import backend as deep_gemm
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
+from moe_ops.planning import training as training_plans
 from moe_ops.tables import lookup
 
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("triton", "torch"))
@@ -448,7 +448,7 @@ def test_explain_plans_the_call_it_is_given():
     ],
 )
 def test_explain_says_how_a_step_of_training_runs(monkeypatch, interpreted, dtype, scheme, how):
-    monkeypatch.setattr(training, "INTERPRETED", interpreted)
+    monkeypatch.setattr(training_plans, "INTERPRETED", interpreted)
     x, ids = torch.randn(5, 64, dtype=dtype), torch.zeros(5, 2, dtype=torch.int64)
     weights = [torch.randn(8, n, k, dtype=dtype) for n, k in ((64, 64), (64, 32))]
     if scheme:
@@ -460,13 +460,13 @@ def test_explain_says_how_a_step_of_training_runs(monkeypatch, interpreted, dtyp
     assert not any("workspace" in line or "M >= 0" in line for line in text)
     # a call runs as explained
     asked = []
-    why_not = training.why_not_fused
+    why_not = training_plans.why_not_kernels
 
-    def noted(call):
-        asked.append(why_not(call))
+    def noted(*args):
+        asked.append(why_not(*args))
         return asked[-1]
 
-    monkeypatch.setattr(training, "why_not_fused", noted)
+    monkeypatch.setattr(training_plans, "why_not_kernels", noted)
     router = torch.rand(5, 2, requires_grad=True)
     moe_ops.fused_experts(x, *weights, router, ids).sum().backward()
     assert len(asked) == 2 and len(set(asked)) == 1  # once an operator

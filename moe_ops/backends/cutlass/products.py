@@ -1,8 +1,8 @@
 """Products of rows sorted by expert on SM90, and the activation of one: of bf16
 (csrc/cutlass/sm90_products.cuh), and of e4m3 with scales of blocks (sm90_blocks.cuh). torch alone.
 
-Those of bf16 run where the object is built. Nothing is built for them in training: torch's grouped
-product takes their place.
+Those of bf16 run where the object is built (`kernels`). Nothing is built for them in training:
+torch's grouped product takes their place.
 """
 
 from __future__ import annotations
@@ -18,11 +18,18 @@ from moe_ops.backends.cutlass import library
 from moe_ops.backends.cutlass.library import Gemms
 from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.meta.workspace import cdiv
+from moe_ops.ops.products import Products
 
 _ARCHITECTURE = "sm_90a"
 _KERNEL, _BLOCKS = "moe_ops_sm90_product", "moe_ops_sm90_blocks"
 # enum Activation of csrc/cutlass/sm90_schedule.cuh
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep")
+
+
+# Pairs from which on products leave multiprocessors to kernels that copy or sum rows beside them,
+# and columns of h up to which they do: beside products of more, such kernels are short. It pays
+# where copies are a part of the step: docs/kernels/training.md.
+SPARE_FROM, SPARE_UP_TO = 65536, 4096
 
 
 class GroupedProduct(ctypes.Structure):
@@ -89,6 +96,11 @@ def kernels(device: int) -> Gemms | None:
     return found if found is not None and found.architecture == _ARCHITECTURE else None
 
 
+def takes(x: Tensor) -> bool:
+    """Whether there are kernels for such rows."""
+    return x.dtype == torch.bfloat16 and kernels(x.get_device()) is not None
+
+
 def multiply(
     rows: Tensor,  # (S, K) bf16
     weight: Tensor,  # (E, N, K), contiguous or stored (E, K, N)
@@ -96,16 +108,14 @@ def multiply(
     transpose: bool = False,
     low: tuple[Tensor, Tensor] | None = None,  # rows (S, r), matrices (E, N, r) or (E, r, K)
     spare: int = 0,
-) -> Tensor | None:
+) -> Tensor:
     """rows @ weight[e].T for the rows of each expert, or with `transpose` rows (S, N) @ weight[e];
     plus the same product of `low`, whose matrices are contiguous and of any rank r.
 
     Sizes are multiples of 8, and addresses of 16. Rows past ends[-1] are neither read into others
     nor written. `spare` multiprocessors are left to a kernel that is launched to run beside this
-    one. None where there is no kernel.
+    one.
     """
-    if rows.dtype != torch.bfloat16 or kernels(rows.get_device()) is None:
-        return None
     out = rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])
     multiply_into(out, rows, weight, ends, transpose, low, spare)
     return out
@@ -120,7 +130,7 @@ def multiply_into(
     low: tuple[Tensor, Tensor] | None = None,
     spare: int = 0,
 ) -> None:
-    """`multiply` where there is a kernel, written to `out`."""
+    """`multiply`, written to `out`."""
     gemms = kernels(rows.get_device())
     assert gemms is not None
     assert weight.is_contiguous() or weight.mT.is_contiguous()
@@ -156,14 +166,12 @@ def outer(
     b: Tensor,  # (S, N) bf16
     ends: Tensor,  # (E,) int32
     spare: int = 0,
-) -> Tensor | None:
+) -> Tensor:
     """(E, M, N): a.T @ b for the rows of each expert, zeros of one without rows. `spare` as in
-    `multiply`. None where there is no kernel.
+    `multiply`.
     """
     gemms = kernels(a.get_device())
-    if gemms is None or a.dtype != torch.bfloat16:
-        return None
-    assert b.is_contiguous()
+    assert gemms is not None and b.is_contiguous()
     m, n = a.shape[1], b.shape[1]
     out = a.new_empty(ends.shape[0], m, n)
     _run(gemms, "outer", a, b, out, ends, spare=spare, m=m, n=n)
@@ -327,3 +335,16 @@ def _run(
         gemms.run(f"{_KERNEL}_{name}", _product(gemms, a, b, d, ends, added, spare, **sizes))
     elif name == "outer":
         d.zero_()
+
+
+def spare(device: int, pairs: int, columns: int) -> int:
+    """Multiprocessors that products of a training step leave to other kernels."""
+    gemms = kernels(device)
+    assert gemms is not None
+    many = pairs >= SPARE_FROM and columns <= SPARE_UP_TO
+    return gemms.sm_count // 44 * 2 if many else 0  # 6 of 132, whole clusters of two
+
+
+PRODUCTS = Products(
+    "grouped products of csrc/cutlass", multiply, outer, activate_into, adds=True, spare=spare
+)

@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_ops import environment
 from moe_ops.backends.torch import cpu
 from moe_ops.numerics import Scales, dequantize_weight
+from moe_ops.ops.products import Products
 from moe_ops.schemes import get_scheme
 
 _BLOCK = 32  # rows per block of the gather path
@@ -231,3 +232,17 @@ def _grouped_mm_blocks(
     target = torch.where(rows >= 0, rows, x.shape[0]).reshape(-1)
     y.index_copy_(0, target, products.flatten(0, 1))  # padding is written to the spare row
     return y[:-1]
+
+
+def _native_mm(x: Tensor, weight: Tensor, offsets: Tensor, transpose: bool = False) -> Tensor:
+    """`grouped_mm` by torch's grouped GEMM alone: rows past offsets[-1] are unspecified."""
+    return F.grouped_mm(x, weight if transpose else weight.transpose(1, 2), offs=offsets)
+
+
+def _native_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """`grouped_outer` by torch's grouped GEMM alone: experts without rows are unspecified."""
+    return F.grouped_mm(a.t(), b, offs=offsets)
+
+
+PORTABLE = Products("torch's grouped products", grouped_mm, grouped_outer)
+NATIVE = Products("torch's grouped products", _native_mm, _native_outer, zeroes=False)

@@ -18,6 +18,7 @@ import torch
 import moe_ops
 from moe_ops import activations
 from moe_ops.autograd import fused, training
+from moe_ops.autograd.adapters import UNADAPTED
 from moe_ops.backend import Library
 from moe_ops.backends.triton import backend, chunked, mixed, plain
 from moe_ops.choose import plain as choose
@@ -29,6 +30,7 @@ from moe_ops.ops.problem import Machine
 from moe_ops.parallel.placement import Placement, shard_experts
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
+from moe_ops.planning.training import PORTABLE
 from moe_ops.tables import lookup
 from tests.support import oracle
 from tests.support.cases import BF16, FP16, FP32, STATIC_SCALES, fitting, prepared, tolerance
@@ -402,10 +404,14 @@ def test_recording_calls_on_a_gpu_take_the_output_of_inference():
         *(False, True, True),
         batch_invariant=True,
     )
+
+    def forward(call):
+        return fused.FusedStep(call, UNADAPTED, PORTABLE).forward()
+
     if not torch.cuda.is_available():
-        out, h, _, index = fused.forward(call)
+        out, h, _, index = forward(call)
         assert torch.equal(out, layer.run((x, router, ids)))
-        other, *kept = fused.forward(call._replace(batch_invariant=False))
+        other, *kept = forward(call._replace(batch_invariant=False))
         assert not torch.equal(out, other)
         assert torch.equal(h, kept[0]) and torch.equal(index, kept[2])
     with fake_gpu(), torch.device("cuda"), torch.no_grad():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 transformers = pytest.importorskip("transformers")
 
 import moe_ops.integrations.transformers as moe_transformers
-from moe_ops.autograd import training
+from moe_ops.planning import training
 from tests.integrations.transformers.test_families import Calls, build, relative
 
 CUDA = torch.cuda.is_available()
@@ -166,13 +166,13 @@ def test_gradients_of_routers_and_the_auxiliary_loss(family):
 def test_a_step_on_a_gpu_is_fused(family, monkeypatch):
     """One layer, so that both route alike; gpt-oss has biases and transposed weights."""
     asked = []
-    why_not = training.why_not_fused
+    why_not = training.why_not_kernels
 
-    def noted(call):
-        asked.append(why_not(call))
+    def noted(*args):
+        asked.append(why_not(*args))
         return asked[-1]
 
-    monkeypatch.setattr(training, "why_not_fused", noted)
+    monkeypatch.setattr(training, "why_not_kernels", noted)
     ids, grads = TOKENS[:2].cuda(), []
     for implementation in ("eager", "moe_ops"):
         model = model_of(family, implementation, torch.bfloat16, 1, "cuda")

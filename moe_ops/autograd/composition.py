@@ -1,0 +1,70 @@
+"""Layers as compositions of torch operators around one grouped product: gradients that have
+gradients themselves.
+
+Except for the grouped product (products.py), torch computes the gradients, so that they are right
+for every activation, bias and routing option. Gradients pass through the dequantized values of
+quantized weights, which get none themselves. The rounding of activations counts as the identity
+(straight-through).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import activations, numerics
+from moe_ops.autograd.adapters import UNADAPTED, Adapters
+from moe_ops.autograd.products import grouped_mm, grouped_outer
+from moe_ops.autograd.step import Step, straight_through
+from moe_ops.numerics import Scales
+from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.ops.products import Products
+
+
+def _multiply(
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    *,
+    scales: Scales | None = None,
+    scheme: str = "",
+    bias: Tensor | None = None,
+    transpose: bool = False,
+    batch_invariant: bool = False,
+) -> Tensor:
+    parts: Any = scales or (None, None, None, None)
+    return grouped_mm(rows, weight, ends, *parts, bias, scheme, transpose, batch_invariant)
+
+
+_PRODUCTS = Products("differentiable", _multiply, grouped_outer)
+
+
+def grouped_linear(
+    x: Tensor,  # (S, K)
+    weight: Weight,  # (E, N, K)
+    offsets: Tensor,  # (E,)
+    bias: Tensor | None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Differentiable grouped linear: (S, N) in x's dtype, computed in fp32 if the scheme
+    quantizes.
+    """
+    if weight.scheme:
+        rows_valid = torch.arange(x.shape[0], device=x.device) < offsets[-1]
+        scale = numerics.static_scale_of_sorted(weight.activation_scale, offsets, x.shape[0])
+        x = straight_through(x, weight.scheme, scale, rows_valid)
+    options = (weight.scheme, False, batch_invariant)
+    return grouped_mm(x, weight.data, offsets, *weight.scales, bias, *options)
+
+
+def fused_experts(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> Tensor:
+    """Differentiable experts, (M, K) in hidden_states' dtype; so are their gradients."""
+    step = Step(call, adapters, _PRODUCTS)
+    step.invariant = False
+    step.place()
+    step.adapt()
+    gate_up = step.multiply(step.inputs(), call.w13, step.first, bias=call.w13_bias)
+    hidden = activations.apply(gate_up, call.activation)
+    return step.output(step.rounded(hidden, call.w2))

@@ -1,0 +1,110 @@
+"""Who runs a call that records gradients: kernels around the grouped products of a backend, or
+plain torch. `explain(training=True)` says it, and the operators of `autograd` follow it.
+
+Operators ask themselves, because only they know the addresses of tensors, and a graph may run on
+another machine than that which captured it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ops import environment
+from moe_ops.backends.cutlass import products as cutlass
+from moe_ops.backends.torch import grouped_mm
+from moe_ops.environment import INTERPRETED
+from moe_ops.kernels.training import frozen
+from moe_ops.ops.call import ExpertsCall
+from moe_ops.ops.memory import addressable
+from moe_ops.ops.products import Products
+from moe_ops.schemes import get_scheme
+
+PORTABLE = grouped_mm.PORTABLE  # the products that run everywhere, of quantized weights too
+_MULTIPLE = 8  # of sizes: rows of 16-bit numbers begin at multiples of 16 bytes
+# Compute capabilities (major numbers) for which torch builds its grouped product, and the most
+# experts it takes. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets to the host
+# and loops over experts.
+_GROUPED_MM_ON, _MOST_EXPERTS = (9, 10), 1023
+
+
+class TrainingPlan(NamedTuple):
+    """Who runs forward and backward pass."""
+
+    why_plain: str | None  # why plain torch runs them; None: kernels do
+    products: Products  # with plain weights
+
+
+def plan(call: ExpertsCall, matrices: Sequence[Tensor] = ()) -> TrainingPlan:
+    """The plan of a call whose adapters have these matrices. Each operator asks once."""
+    reason = why_not_kernels(call, matrices)
+    return TrainingPlan(reason, PORTABLE if reason else _products(call.hidden_states))
+
+
+def _products(x: Tensor) -> Products:
+    """The first products in order of preference that there are for the device of x."""
+    if cutlass.takes(x):
+        return cutlass.PRODUCTS
+    return grouped_mm.NATIVE if x.is_cuda else PORTABLE
+
+
+def why_not_kernels(call: ExpertsCall, matrices: Sequence[Tensor] = ()) -> str | None:
+    """Why plain torch runs a call; None if kernels do."""
+    x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
+    if matrices:
+        if call.batch_invariant:
+            return "batch_invariant asks for products of rows that the others do not change"
+        if not all([t.is_contiguous() and t.dtype == x.dtype for t in matrices]):
+            return "its adapters are not contiguous, or of another dtype than hidden_states"
+        if not addressable(matrices):
+            return "its adapters have no addresses"
+    if call.batch_invariant and x.device.type == "cpu":
+        return "batch_invariant asks for the products that inference takes"
+    weights = call.w13, call.w2
+    schemes = [get_scheme(weight.scheme) for weight in weights]
+    if schemes[0] != schemes[1] and any([scheme.activation for scheme in schemes]):
+        return "its weights have two schemes, of which one quantizes activations"
+    quantized = [weight for weight in weights if weight.scheme]
+    unfrozen = frozen.why_not(*quantized) if quantized else None
+    if unfrozen:
+        return unfrozen
+    if not call.topk_ids.numel():
+        return "it has no tokens"
+    shapes = [scheme.logical_shape(*t.shape) for scheme, t in zip(schemes, (w13, w2), strict=True)]
+    if any([size % _MULTIPLE for shape in shapes for size in shape[1:]]):
+        return f"its sizes are no multiples of {_MULTIPLE}"
+    if x.device.type != "cuda":
+        return None if INTERPRETED and x.dtype == torch.float32 else "it is not on a CUDA device"
+    if x.dtype != torch.bfloat16:
+        return f"torch's grouped product takes bf16, not {x.dtype}"
+    plain = all([type(t) is Tensor or type(t) is torch.nn.Parameter for t in (w13, w2)])
+    if not plain or not addressable((w13, w2)):
+        return "its weights have no addresses"
+    if environment.capability(x.device)[0] not in _GROUPED_MM_ON:
+        return "torch's grouped product is built for compute capability 9 and 10"
+    if w13.shape[0] > _MOST_EXPERTS:
+        return f"torch's grouped product takes at most {_MOST_EXPERTS} experts"
+    for t in [weight.data for weight in weights if not weight.scheme]:
+        if not (t.is_contiguous() or t.mT.is_contiguous()) or t.data_ptr() % 16:
+            return "its weights are not contiguous, or begin askew"
+    return None
+
+
+def explanation(call: ExpertsCall) -> str:
+    """How forward and backward pass of a call run, in words."""
+    reason, products = plan(call)
+    if reason:
+        return f"plain torch, because {reason}"
+    schemes, names = (call.w13.scheme, call.w2.scheme), []
+    if not all(schemes):
+        names.append(products.name)
+    if any(schemes):
+        names.append("products that decode weights")
+        how = frozen.frozen(call.w13.scheme)
+        if how is not None and how.elements is not None:
+            names.append(f"of activations rounded to {how.elements.DTYPE}")
+    output = ", the output by inference's kernels" if call.batch_invariant else ""
+    return f"fused kernels, {', '.join(names)}{output}"
