@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import moe_ops
 from moe_ops import MoELayer, backends
 from moe_ops import environment as environment_module
+from moe_ops.backend import Library, Takes
 from moe_ops.kernels import launch as launches
 from moe_ops.ops.problem import Machine
 from moe_ops.planning import bind
@@ -142,7 +143,11 @@ def test_every_tier_that_is_reached_is_tuned_and_run(monkeypatch):
             torch_backend.launch["experts"](args)
 
         return dataclasses.replace(
-            torch_backend, name=name, launch={"experts": launch}, warm=warm, differentiable=False
+            torch_backend,
+            name=name,
+            launch={"experts": launch},
+            library=Library(warm=warm),
+            takes=Takes(),
         )
 
     few, many = backend("few"), backend("many")

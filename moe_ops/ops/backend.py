@@ -146,7 +146,7 @@ class Backend:
     takes: Takes = Takes()
     exchanges: Exchanges = Exchanges()
     relayouts: tuple[Relayout, ...] = ()  # what `prepare` can do for it
-    claim: Callable[[Problem], Claim | None] | None = None
+    claim: Callable[[Problem], Claim | None] | None = None  # None: the row of tables/claims.json
     # the shortcut past its launcher of calls like that of an argument tuple, which has no
     # workspaces, if there is one: tensors of the same types, sizes but M, and strides (of those
     # with M, of columns of stride 1)

@@ -325,8 +325,14 @@ def _measured_tiers(problem: Problem, machine: Machine, accepted: Sequence[Backe
 
 
 def _claim(backend: Backend, problem: Problem) -> Claim | None:
-    """From where on a backend is faster where it was not timed; None: nowhere."""
-    return None if backend.claim is None else backend.claim(problem)
+    """From where on a backend is faster where it was not timed, as it or a table says; None:
+    nowhere.
+    """
+    if backend.claim is not None or problem.kind != "experts":
+        return backend.claim(problem) if backend.claim is not None else None
+    elements = problem.hidden_size * problem.intermediate_size
+    row = _claim_in_table(backend.name, problem.scheme, elements)
+    return None if row is None else Claim(*row)
 
 
 def _claimed(problem: Problem, tiers: _Tiers, candidate: Backend) -> _Tiers:
@@ -458,6 +464,11 @@ def _bytes(buffer: Buffer) -> int:
 @constant
 def _measured(*key: Any) -> tuple[tuple[int, str], ...]:
     return lookup.look_up(*key)
+
+
+@constant
+def _claim_in_table(*key: Any) -> tuple[int, int | None] | None:
+    return lookup.claim(*key)
 
 
 @constant

@@ -5,6 +5,12 @@ An entry is one problem (`KEYS`). "backends" lists {num_tokens, us, versions}, w
 microseconds a layer of each backend that was measured, all in one run; "triton" lists {num_tokens,
 us, triton, config}, where config has the fields of kernels.configs.LayerConfig that are not
 defaults.
+
+claims.json says of layers that no table has from how many rows an expert, on average, a backend is
+faster than those before it, by what was measured of other layers and GPUs. A row is for experts
+of at least so many "elements" of w2; the first one that fits counts. Of another's rows "until" is
+the end: from there the one before it is faster again. Under expert parallelism most pairs are
+those of experts elsewhere, which the number of rows does not tell.
 """
 
 from __future__ import annotations
@@ -30,8 +36,27 @@ def tables() -> dict[str, Path]:
     """GPU name -> file of its measured table."""
     found = {}
     for path in sorted(_FOLDER.glob("*.json")):
-        found[json.loads(path.read_text())["gpu"]] = path
+        table = json.loads(path.read_text())
+        if "gpu" in table:
+            found[table["gpu"]] = path
     return found
+
+
+@functools.cache
+def _claims() -> list[dict]:
+    return json.loads((_FOLDER / "claims.json").read_text())["claims"]
+
+
+def claim(backend: str, scheme: str, elements: int) -> tuple[int, int | None] | None:
+    """(rows an expert since when a backend is faster, rows until when) of layers that were not
+    timed, whose experts have so many elements of w2. None: nobody says so.
+    """
+    for row in _claims():
+        if (row["backend"], row["scheme"]) == (backend, scheme) and elements >= row.get(
+            "elements", 0
+        ):
+            return row["since"], row.get("until")
+    return None
 
 
 def path_of(gpu_name: str) -> Path:

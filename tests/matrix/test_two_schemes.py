@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
 from moe_ops import backends
+from moe_ops.backend import Takes
 from moe_ops.ops.call import ExpertsCall, take_apart
 from moe_ops.ops.problem import Machine
 from moe_ops.planning import machine as machines
@@ -162,13 +163,13 @@ def test_plan_names_both_and_refuses_backends_of_one():
 def test_other_backends_are_asked_if_they_say_so():
     """A backend of somebody else's that knows of one scheme gets no layer of two."""
     one = dataclasses.replace(
-        backends.named("torch"), name="one", supports=lambda *_: [], two_schemes=False
+        backends.named("torch"), name="one", supports=lambda *_: [], takes=Takes()
     )
     x, w13, w2, _, ids = Case("cpu", FP32, "int4_w4a16:g32+plain").args
     plan = moe_ops.explain(x, w13, w2, ids)
     (reason,) = plans.why_not(dataclasses.replace(one, name="torch"), plan.problem, plan.machine)
     assert reason == "runs w13 and w2 of one scheme, got w13 int4_w4a16:g32, w2 plain"
-    two = dataclasses.replace(one, name="torch", two_schemes=True)
+    two = dataclasses.replace(one, name="torch", takes=Takes(two_schemes=True))
     assert plans.why_not(two, plan.problem, plan.machine) == []
 
 

@@ -11,7 +11,6 @@ import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.activations import Activation
 from moe_ops.backend import Claim, Library
-from moe_ops.backends.deep_gemm import backend as deep_gemm
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
@@ -263,15 +262,13 @@ def test_what_is_not_installed_leaves_its_tier_to_the_next(monkeypatch, table):
 
 
 def test_the_heuristic_for_what_was_not_measured(monkeypatch, table):
-    """`deep_gemm` alone knows a tier, in fp8_block and from so many rows an expert on."""
-    claims = {"triton": None, "deep_gemm": deep_gemm.claim}
-    pair = [
-        dataclasses.replace(backends_module.named("torch"), name=name, claim=claim)
-        for name, claim in claims.items()
-    ]
+    """`deep_gemm` alone has a row of claims, in fp8_block and from so many rows an expert on."""
+    torch_backend = backends_module.named("torch")
+    pair = [dataclasses.replace(torch_backend, name=name) for name in ("triton", "deep_gemm")]
     monkeypatch.setattr(backends_module, "BACKENDS", tuple(pair))
     here = dataclasses.replace(H200, available=("triton", "deep_gemm"))
-    monkeypatch.setattr(deep_gemm, "FASTER_FROM", 100)
+    row = {"backend": "deep_gemm", "scheme": "fp8_block", "since": 100}
+    monkeypatch.setattr(lookup, "_claims", lambda: [row | {"elements": 1 << 40}, row])
     plan = plans.plan(FP8, here)
     # 8 experts, two a token: 399 tokens are 99.75 rows an expert
     assert names(plan) == [(399, "triton"), (-1, "deep_gemm")] and plan.basis == "heuristic"

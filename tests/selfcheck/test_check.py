@@ -14,7 +14,7 @@ import torch
 
 import moe_ops
 from moe_ops import backends, info
-from moe_ops.backend import Backend, register
+from moe_ops.backend import Backend, Library, register
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.problem import Machine
 from moe_ops.planning import machine as machines
@@ -155,7 +155,7 @@ def test_a_backend_that_refuses_is_no_error():
     (row,) = found.rows
     assert (row.verdict, row.detail) == (report.REFUSED, "told has no instruction for it")
     assert found.ok and "refused: told has no instruction for it" in str(found)
-    missing = run(raises, available=lambda: "told is not installed; pip install told")
+    missing = run(raises, library=Library(lambda: "told is not installed; pip install told"))
     assert missing.rows[0].detail == "told is not installed; pip install told"
 
 

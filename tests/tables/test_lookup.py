@@ -3,6 +3,9 @@
 import json
 import math
 
+import pytest
+
+import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.choose import plain as configs
 from moe_ops.choose.table import override
@@ -12,6 +15,7 @@ from moe_ops.kernels.configs import (
     config_of,
     fields_of,
 )
+from moe_ops.schemes import SCHEMES
 from moe_ops.tables import lookup, record
 from tests.support.cases import BF16
 from tests.tuning.test_tuning import (  # noqa: E402
@@ -114,3 +118,24 @@ def test_tables_in_the_package_name_backends_that_exist():
             for row in rows:
                 assert set(row["us"]) <= set(backends_module.list_backends())
                 assert all(us > 0 and math.isfinite(us) for us in row["us"].values())
+
+
+def test_claims_are_of_backends_and_schemes_that_there_are():
+    rows = lookup._claims()
+    assert {row["backend"] for row in rows} <= set(moe_ops.list_backends())
+    assert {row["scheme"] for row in rows} <= {"", *SCHEMES}
+    assert all(row["since"] < row.get("until", row["since"] + 1) for row in rows)
+    # of one backend and scheme the first row that fits counts, so that larger experts come first
+    of: dict[tuple, list[int]] = {}
+    for row in rows:
+        of.setdefault((row["backend"], row["scheme"]), []).append(row.get("elements", 0))
+    assert all(sizes == sorted(set(sizes), reverse=True) for sizes in of.values())
+
+
+@pytest.mark.parametrize("elements, found", [
+    (1 << 25, (24, 512)), ((1 << 25) - 1, (24, 80)), (1 << 24, (24, 80)), (1000, (24, None)),
+])  # fmt: skip
+def test_a_claim_is_the_first_row_that_fits(elements, found):
+    assert lookup.claim("cutlass", "fp8_block", elements) == found
+    assert lookup.claim("cutlass", "int4_w4a8", elements) is None
+    assert lookup.claim("triton", "fp8_block", elements) is None

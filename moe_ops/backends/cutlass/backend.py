@@ -17,7 +17,6 @@ from moe_ops import environment
 from moe_ops.backend import (
     Backend,
     Buffer,
-    Claim,
     Exchanges,
     Lazy,
     Library,
@@ -39,12 +38,10 @@ from moe_ops.backends.cutlass.schemes import (
     INT4_GROUP,
     INT4_SCHEME,
     PLAIN,
-    ROWS,
     SCHEMES_OF_GROUPS,
     SCHEMES_OF_ROWS,
     grouped_bytes,
     kind_of,
-    one_scale,
     parts,
     scale_rows,
 )
@@ -186,37 +183,6 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     )
 
 
-# Average rows an expert from which it is taken to be faster than triton, if that was not
-# measured: where it was, it leads in fp8_channel and fp8_tensor_static from about so many on.
-# Under expert parallelism most pairs are those of experts elsewhere, which the number does not
-# tell: there twice as many are asked for.
-FASTER_FROM = 16
-# The same of plain weights: with fewer rows the two differ by little, with either sign.
-PLAIN_FASTER_FROM = 64
-# The same of fp8_block, of which it is also faster than deep_gemm, but for the longest prompts
-# of large experts: so it comes before it.
-GROUPS_FASTER_FROM = 24
-# Rows from which deep_gemm is faster again, by elements of an expert's w2; of smaller experts this
-# backend is the faster one everywhere.
-GROUPS_FASTER_TO = ((1 << 25, 512), (1 << 24, 80))
-
-
-def claim(problem: Problem) -> Claim | None:
-    """From how many rows an expert "auto" takes this backend unmeasured, and of fp8_block up to
-    how many, where deep_gemm is there; None of what was not timed, one dynamic scale of all
-    activations, and of prepared weights, which no other takes.
-    """
-    kind = kind_of(problem.scheme)
-    of_kind = {ROWS: FASTER_FROM, PLAIN: PLAIN_FASTER_FROM, GROUPS: GROUPS_FASTER_FROM}
-    rows = of_kind.get(kind or "")
-    if rows is None or one_scale(problem.scheme) or problem.kind != "experts":
-        return None
-    if kind != GROUPS:
-        return Claim(rows)
-    size = problem.hidden_size * problem.intermediate_size
-    return Claim(rows, next((end for least, end in GROUPS_FASTER_TO if size >= least), None))
-
-
 def depends_on_batch(problem: Problem, machine: Machine) -> list[str]:
     """Reasons why a token's row may differ from that of `triton`, whose kernels run fewer rows:
     products, the activation and the weighted sum take the same steps in the same order where
@@ -259,6 +225,5 @@ BACKEND = register(
         ),
         exchanges=Exchanges(adds_ranks=True, sends_rows=("", *SCHEMES_OF_GROUPS)),
         relayouts=RELAYOUTS,
-        claim=claim,
     )
 )

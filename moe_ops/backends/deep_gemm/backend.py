@@ -18,7 +18,6 @@ from moe_ops import environment
 from moe_ops.backend import (
     Backend,
     Buffer,
-    Claim,
     Exchanges,
     Lazy,
     Library,
@@ -186,17 +185,6 @@ def _row_bytes(columns: int) -> int:
     return columns + columns // 128 * 4
 
 
-# Average rows an expert from which fp8_block is taken to be faster here than in triton, if it was
-# not measured. With half as many the padding of experts to 128 rows costs more than it gains.
-FASTER_FROM = 64
-
-
-def claim(problem: Problem) -> Claim | None:
-    """From how many rows an expert "auto" takes this backend unmeasured."""
-    measured = problem.kind == "experts" and problem.scheme in _BLOCK
-    return Claim(FASTER_FROM) if measured else None
-
-
 _LAUNCH: dict[str, Callable] = {
     "experts": Lazy("moe_ops.backends.deep_gemm.layer:experts"),
     "batched_experts": Lazy("moe_ops.backends.deep_gemm.layer:batched_experts"),
@@ -223,7 +211,6 @@ BACKEND = register(
         ),
         exchanges=Exchanges(adds_ranks=True, sends_rows=("", *_BLOCK)),
         relayouts=RELAYOUTS,
-        claim=claim,
     )
 )
 FP4 = register(
