@@ -50,8 +50,8 @@ from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.place.layout import Layout
 from moe_ops.kernels.router import fused, topk
+from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.push_scatter import push_scatter
-from moe_ops.kernels.rows.scatter import GroupedRows
 from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.meta.symmetric import SymmetricLayout, packed_bytes
@@ -513,11 +513,11 @@ def compile_exchange(
     )
     scatters = [
         push_scatter(y, x[:, : y.data.shape[1]], layout, top_k, mailbox(0), 1, gpu)
-        for y in (GroupedRows(pairs_y, None, ""), GroupedRows(data, scale, "fp32"))
+        for y in (Operand(pairs_y), Operand(data, scale, "fp32"))
         if y.data.shape[1]
     ]
     if whole:
-        to = GroupedRows(data, scale, "fp32")
+        to = Operand(data, scale, "fp32")
         packed = mailbox(0, T, packed_bytes(whole))
         scatters.append(push_scatter(to, x[:, :whole], layout, top_k, packed, 1, gpu, True))
     with _compiling(gpu, arch, compiles) as found:

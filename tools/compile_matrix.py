@@ -84,7 +84,7 @@ TOKENS = sorted({*range(1, 17), *[int(16 * 2 ** (i / 4)) for i in range(37)]})
 # kernels of the layout that is not padded to blocks
 AROUND_BOTH = (
     *("moe_ops_count_pairs", "moe_ops_place_pairs"),
-    *("moe_ops_count_batches", "moe_ops_combine_rows", "moe_ops_scatter_groups"),
+    *("moe_ops_count_batches", "moe_ops_combine_rows", "moe_ops_scatter"),
 )
 # kernels that no call reaches on AMD's GPUs, by a part of their name
 LEFT_OUT_ON_AMD = {

@@ -61,7 +61,7 @@ from moe_ops.backends.cutlass.grouped import Grouped
 from moe_ops.backends.cutlass.schemes import parts
 from moe_ops.bench.layers import quantized
 from moe_ops.csrc import build
-from moe_ops.kernels.gemm.operands import activated
+from moe_ops.kernels.activation import activated
 from moe_ops.schemes import get_scheme
 from moe_ops.tuning.backends import laid_out
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from moe_ops.autograd.adapters import Adapters
 from moe_ops.autograd.step import Adapter, Derived, Needs, Step
 from moe_ops.kernels import launch
+from moe_ops.kernels.activation import activated
 from moe_ops.kernels.configs import block_bound
-from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Launch, Lazy, run
 from moe_ops.kernels.mixed_gemm import configs
 from moe_ops.kernels.mixed_gemm.operands import operand
@@ -35,11 +35,14 @@ from moe_ops.kernels.place.layout import Layout, index_parts
 from moe_ops.kernels.place.place import place
 from moe_ops.kernels.place.routing import Routing, sorted_rows
 from moe_ops.kernels.place.sort import group_blocks
+from moe_ops.kernels.rows.activate import activate
 from moe_ops.kernels.rows.combine import combine_rows
+from moe_ops.kernels.rows.operand import Operand
+from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.kernels.training import low_rank, packed
 from moe_ops.kernels.training.frozen import frozen
 from moe_ops.kernels.training.rounding import round_rows
-from moe_ops.kernels.training.rows import Gradients, activate, derive, scatter, zero_empty
+from moe_ops.kernels.training.rows import Gradients, derive, zero_empty
 from moe_ops.kernels.training.sums import add_dot, dot, sum_rows
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.products import Products
@@ -128,7 +131,8 @@ class FusedStep(Step):
         """
         y = self.rows(self.K) if into is None else into
         if adapter is None or adapter.found[transpose] is not None:
-            self.run(scatter(x, y, weights, self.layout, self.top_k, into is not None))
+            of = x, Operand(y), self.layout, self.top_k, self.gpu
+            self.run(scatter(*of, weights=weights, beside=into is not None))
         else:
             adapter.found[transpose] = self.narrow_from(adapter, transpose, x, True, weights, y)
         return y
@@ -156,7 +160,8 @@ class FusedStep(Step):
 
     def activated(self, h: Tensor) -> Tensor:
         out = h.new_empty(self.S, self.I)
-        self.run(activate(self.activation, out, h, self.b13, self.layout))
+        of = Operand(out), self.activation, h, self.layout, self.gpu
+        self.run(activate(*of, bias=self.b13, in_order=True))
         return out if self.rounding is None else self.rounded(out, self.call.w2)
 
     # --- products --------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.
 # inside of kernels: a folder, or a file beside them, imports from those before it
 KERNELS = (
     "launch device",
-    "configs",
+    "configs activation",
     "comm",
     "place",
     "rows",
@@ -63,8 +63,8 @@ ROUTER_USES = ("launch", "device", "router")
 BACKEND = (
     "binding",
     "relayout library schemes cpu",
-    "rows blocks setup grouped inputs grouped_mm chunked products",
-    "scatter activate scatter_blocks activate_blocks sums",
+    "operands setup inputs grouped_mm chunked products",
+    "grouped sums",
     "layer plain groups mixed",
     "two_schemes",
     "backend",

@@ -27,14 +27,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature  # no
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from moe_ops.kernels import launch  # noqa: E402
+from moe_ops.kernels.activation import activated  # noqa: E402
 from moe_ops.kernels.configs import GemmConfig, LayerConfig  # noqa: E402
 from moe_ops.kernels.gemm import sm80_mma, sm90_tma  # noqa: E402
-from moe_ops.kernels.gemm.operands import (  # noqa: E402
-    NO_BIAS,
-    Weight,
-    activated,
-    scaling_of,
-)
+from moe_ops.kernels.gemm.operands import NO_BIAS, Weight, scaling_of  # noqa: E402
 from moe_ops.kernels.launch import (  # noqa: E402
     Address,
     Constant,
@@ -474,7 +470,7 @@ def test_first_kernels_wait_before_anything_else():
 
 
 # functions that execute gdc_wait for the kernel that calls them
-WAITING = ("gdc_wait(", "run_tiles(", "token_products(", "quantize_rows(")
+WAITING = ("gdc_wait(", "run_tiles(", "token_products(", "quantize_rows(", "scatter_rows(")
 
 
 def test_kernels_say_whether_they_wait():

@@ -4,13 +4,14 @@ these, and calls of the kernels. Imported at first launch only.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_ops.backends.cutlass import library
 from moe_ops.backends.cutlass.library import Gemms, GroupedGemm
+from moe_ops.backends.cutlass.operands import scales_of_gemm
 from moe_ops.backends.cutlass.schemes import (
     ARRAYS,
     BLOCK_SCALED,
@@ -27,6 +28,7 @@ from moe_ops.backends.cutlass.schemes import (
 from moe_ops.backends.cutlass.setup import Gemm, setup
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.place.layout import Layout
+from moe_ops.kernels.rows.operand import Operand
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 _COMMON = {"d": "d", "stride_d": "stride_d"}
@@ -42,21 +44,6 @@ _FIELDS = {
     },
     BLOCKS: {**_X_AS_A, "a_scale": "x_scale", "b_scale": "w_scale"},
 }
-
-
-class Rows(Protocol):
-    """x or h as GEMMs read it: an Operand of rows.py or blocks.py."""
-
-    @property
-    def data(self) -> Tensor: ...  # (rows, bytes of a row)
-    @property
-    def columns(self) -> int: ...
-    @property
-    def of_gemm(self) -> tuple[Tensor | None, int]: ...  # scales; x_scale_step of setup.py
-    @property
-    def alpha(self) -> Tensor | None: ...  # (E,)
-    @property
-    def scale_columns(self) -> int: ...
 
 
 class Weights(NamedTuple):
@@ -94,8 +81,8 @@ class Grouped:
         self,
         layout: Layout,
         R: int,  # rows that each expert has room for; 0: those of all follow one another
-        first: tuple[Rows, Weights, Tensor],  # x, w, d of each
-        second: tuple[Rows, Weights, Tensor],
+        first: tuple[Operand, Weights, Tensor],  # x, w, d of each
+        second: tuple[Operand, Weights, Tensor],
         gpu: Gpu,
     ) -> Launch:
         """Write the arrays. Before a GEMM runs, that must have been launched."""
@@ -124,10 +111,10 @@ class Grouped:
         )
         if kind == BLOCKS:
             gemm.a_scale_layout, gemm.b_scale_layout = layouts, layouts + 4 * LAYOUT_WORDS * E
-            if x.alpha is not None:
+            if x.blocks is not None and x.blocks.alpha is not None:
                 gemm.alpha = address["alpha"]
         else:
-            of_rows, of_weights = x.of_gemm[1] < 0, w.scale.numel() > E
+            of_rows, of_weights = scales_of_gemm(x)[1] < 0, w.scale.numel() > E
             if kind == INT4:
                 of_rows, of_weights = of_weights, of_rows
                 gemm.stride_a = layouts
@@ -136,10 +123,11 @@ class Grouped:
         self.gemms.run(self.kernel, gemm)
 
 
-def _gemm(x: Rows, w: Weights, d: Tensor) -> Gemm:
+def _gemm(x: Operand, w: Weights, d: Tensor) -> Gemm:
     """The operands of a GEMM as the setup kernel takes them."""
     E, N, _ = w.data.shape
-    scale, step = x.of_gemm
+    scale, step = scales_of_gemm(x)
+    blocks = x.blocks
     w_scale = w.scale if w.scale.dtype == torch.float32 else w.scale.view(torch.uint8)
     return Gemm(
         x=x.data.view(torch.uint8),
@@ -147,7 +135,7 @@ def _gemm(x: Rows, w: Weights, d: Tensor) -> Gemm:
         d=d,
         x_scale=scale,
         w_scale=w_scale,
-        alpha=x.alpha,
+        alpha=None if blocks is None else blocks.alpha,
         tables=None if w.tables is None else w.tables.view(torch.uint8),
         N=N,
         K=x.columns,
@@ -156,5 +144,5 @@ def _gemm(x: Rows, w: Weights, d: Tensor) -> Gemm:
         d_bytes=d.itemsize,
         x_scale_step=step,
         w_scale_bytes=w_scale.numel() // E * w_scale.itemsize,
-        columns=x.scale_columns,
+        columns=0 if blocks is None else blocks.scale_columns,
     )

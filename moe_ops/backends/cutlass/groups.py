@@ -16,11 +16,12 @@ from moe_ops.backends.cutlass.products import Scaled
 from moe_ops.backends.cutlass.schemes import grouped_bytes
 from moe_ops.backends.cutlass.sums import add_up
 from moe_ops.kernels import launch
-from moe_ops.kernels.gemm.operands import activated
+from moe_ops.kernels.activation import activated
 from moe_ops.kernels.launch import run
 from moe_ops.kernels.place.place import place
+from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.push_scatter import push_own_rows, why_not
-from moe_ops.kernels.rows.scatter import GroupedRows, scatter
+from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.meta.workspace import carve, cdiv, round_up
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.chunks import chunks
@@ -65,7 +66,7 @@ def _run(a: ExpertsArgs) -> None:
     rows, h = _rows(a.workspace13, S, K), _rows(a.workspace2, S, I)
     y = carve(a.workspace13, (S, K), torch.bfloat16)
     powers = a.scheme.endswith(":ue8m0")
-    copied = GroupedRows(*rows, "powers" if powers else "fp32")
+    copied = Operand(*rows, "powers" if powers else "fp32")
     if a.router_weight_on_input or why_not(K, copied):
         a = gathered(a)
     copies = push_own_rows(a, copied, layout, gpu)

@@ -14,13 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.backends.cutlass import blocks, groups, library, plain, rows
-from moe_ops.backends.cutlass.activate import activate
-from moe_ops.backends.cutlass.activate_blocks import activate_blocks
+from moe_ops.backends.cutlass import groups, library, operands, plain
 from moe_ops.backends.cutlass.grouped import Grouped, Weights
 from moe_ops.backends.cutlass.library import Gemms
-from moe_ops.backends.cutlass.scatter import scatter
-from moe_ops.backends.cutlass.scatter_blocks import scatter_blocks
 from moe_ops.backends.cutlass.schemes import (
     BLOCKS,
     GROUPS,
@@ -32,12 +28,15 @@ from moe_ops.backends.cutlass.schemes import (
     scale_rows,
 )
 from moe_ops.kernels import launch
+from moe_ops.kernels.activation import activated
 from moe_ops.kernels.comm.push import sum_ranks
-from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.place.layout import Layout, index_parts
 from moe_ops.kernels.place.place import place, place_batches
+from moe_ops.kernels.rows.activate import activate
 from moe_ops.kernels.rows.combine import combine_rows
+from moe_ops.kernels.rows.operand import Operand
+from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.kernels.rows.shared import amax_of
 from moe_ops.meta.workspace import carve
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
@@ -45,7 +44,6 @@ from moe_ops.ops.chunks import batched_chunks, chunks
 from moe_ops.ops.exchange import gathered
 
 E4M3 = torch.float8_e4m3fn
-Operand = rows.Operand | blocks.Operand
 
 
 def experts(a: ExpertsArgs) -> None:
@@ -185,11 +183,11 @@ class _Layer:
         """The rows at the start of workspace13, with their scales behind them."""
         a, known, buffer = self.a, _flat(known), self.a.workspace13
         if self.whole.kind != BLOCKS:
-            return rows.operand_in(buffer, self.num_rows, columns, known, largest, arrived)
+            return operands.rows_in(buffer, self.num_rows, columns, known, largest, arrived)
         assert isinstance(a, ExpertsArgs)
         M, top_k = a.topk_ids.shape
         of_scales = scale_rows(M, top_k, a.w13.shape[0])
-        return blocks.operand_in(
+        return operands.tiles_in(
             buffer, self.num_rows, of_scales, columns, a.scheme,
             known, largest, w_global, self.grouped.alphas[which],
         )  # fmt: skip
@@ -197,32 +195,29 @@ class _Layer:
     def first(self) -> None:
         """Quantize the rows, and run the first GEMM."""
         a, gpu = self.a, self.whole.gpu
-        x, layout, weights = a.hidden_states, self.layout, self.weights_before
-        if isinstance(self.x, blocks.Operand):
-            scattered = scatter_blocks(self.x, x, layout, self.top_k, weights, gpu)
-        else:
-            scale = a.hidden_states_scale
-            scattered = scatter(self.x, x, scale, layout, self.top_k, weights, gpu)
+        scale = None if self.x.scale is None else a.hidden_states_scale
+        scattered = scatter(
+            a.hidden_states, self.x, self.layout, self.top_k, gpu, scale, self.weights_before
+        )
         run([*self.before, self.setup, scattered], self.whole.device, gpu)
         self.grouped.run(0)
 
     def find_largest(self) -> None:
         """Raise the largest magnitude of h that all rows share."""
-        self._activate(self.h.raising())
+        self._activate(raises=True)
 
-    def _activate(self, h: Operand) -> None:
-        x, layout, gpu = self.gate_up, self.layout, self.whole.gpu
-        if isinstance(h, blocks.Operand):
-            of_rows = self.a.w13_global_scale
-            of_rows = None if of_rows is None or of_rows.dim() == 1 else of_rows
-            launched = activate_blocks(h, self.activation, x, of_rows, layout, gpu)
-        else:
-            launched = activate(h, self.activation, x, layout, self.weights_after, gpu)
+    def _activate(self, raises: bool = False) -> None:
+        gpu, divisors = self.whole.gpu, self.a.w13_global_scale
+        launched = activate(
+            *(self.h, self.activation, self.gate_up, self.layout, gpu, self.weights_after),
+            divisors=None if divisors is None or divisors.dim() == 1 else divisors,
+            raises=raises,
+        )
         run([launched], self.whole.device, gpu)
 
     def second(self) -> None:
         """Activate, run the second GEMM, and write the output."""
-        self._activate(self.h)
+        self._activate()
         self.grouped.run(1)
         run(self.after(), self.whole.device, self.whole.gpu)
 

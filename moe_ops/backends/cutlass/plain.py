@@ -1,5 +1,5 @@
-"""The layer of plain bf16 experts: products of csrc/cutlass between kernels that training shares.
-Imported at first launch only.
+"""The layer of plain bf16 experts: products of csrc/cutlass between kernels of our own. Imported
+at first launch only.
 
 Pairs are sorted by expert, without padding between experts. Tokens are copied to their rows; the
 product with w13 ends with the activation, if that is gated and the weights are contiguous, else it
@@ -13,12 +13,13 @@ import torch
 from moe_ops.backends.cutlass import library, products
 from moe_ops.backends.cutlass.sums import add_up
 from moe_ops.kernels import launch
-from moe_ops.kernels.gemm.operands import activated
+from moe_ops.kernels.activation import activated
 from moe_ops.kernels.launch import run
 from moe_ops.kernels.place.place import place
+from moe_ops.kernels.rows.activate import activate
+from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.push_scatter import push_own_rows
-from moe_ops.kernels.rows.scatter import GroupedRows
-from moe_ops.kernels.training.rows import activate, scatter
+from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.meta.workspace import carve
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.call import stored_transposed
@@ -52,9 +53,9 @@ def _run(a: ExpertsArgs) -> None:
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     bias = None if a.w13_bias is None else a.w13_bias.contiguous()
     rows = carve(a.workspace13, (S, K), torch.bfloat16)
-    copies = push_own_rows(a, GroupedRows(rows, None, ""), layout, gpu)
+    copies = push_own_rows(a, Operand(rows), layout, gpu)
     if copies is None:
-        copies = scatter(x, rows, on_input, layout, top_k)
+        copies = scatter(x, Operand(rows), layout, top_k, gpu, weights=on_input)
     run([*before, copies], device, gpu)
     if activation.GATED and a.w13.is_contiguous() and a.w2.is_contiguous():
         h, y = carve(a.workspace2, (S, I), torch.bfloat16), rows
@@ -63,7 +64,8 @@ def _run(a: ExpertsArgs) -> None:
         y = carve(a.workspace2, (S, N), torch.bfloat16)
         products.multiply_into(y, rows, a.w13, layout.groups)
         h = carve(a.workspace13, (S, I), torch.bfloat16)
-        run([activate(activation, h, y, bias, layout)], device, gpu)
+        activates = activate(Operand(h), activation, y, layout, gpu, bias=bias, in_order=True)
+        run([activates], device, gpu)
         y = carve(a.workspace2, (S, K), torch.bfloat16)
     products.multiply_into(y, h, a.w2, layout.groups)
     add_up(a, y, layout, gpu)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ops.backends.cutlass import library
 from moe_ops.backends.cutlass.library import Gemms
-from moe_ops.kernels.gemm.operands import Activated
+from moe_ops.kernels.activation import Activated
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.products import Products
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.deep_gemm import library as dg
-from moe_ops.backends.deep_gemm.rows import activate
 from moe_ops.kernels import launch
+from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.comm.push import sum_ranks
-from moe_ops.kernels.gemm.operands import activated
 from moe_ops.kernels.launch import Gpu, run
 from moe_ops.kernels.place.place import place, place_batches
+from moe_ops.kernels.rows.activate import activate
 from moe_ops.kernels.rows.combine import combine_rows
+from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.push_scatter import push_own_rows, why_not
 from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
@@ -31,7 +32,7 @@ from moe_ops.ops.exchange import gathered
 
 
 class Format(NamedTuple):
-    """Scales of quantized operands: SCALES and WIDTH of kernels/rows/scatter.py."""
+    """Scales of quantized operands: kernels/rows/operand.py."""
 
     scales: str
     width: int  # of rows: columns that share a scale
@@ -48,10 +49,10 @@ def format_of(scheme: str, layout: str) -> Format:
     return Format("ue8m0", 32 if scheme == "mxfp8" else 128, width)
 
 
-def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> dg.Operand:
-    """The Operand (.., rows, columns) in a workspace, with scales if the format has any."""
+def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> Operand:
+    """Rows (.., rows, columns) in a workspace, with scales if the format has any."""
     if not form.scales:
-        return dg.Operand(carve(buffer, shape, torch.bfloat16))
+        return Operand(carve(buffer, shape, torch.bfloat16))
     *batch, rows, columns = shape
     size, groups, dtype = math.prod(shape), columns // form.width, torch.float32
     if form.scales == "ue8m0":
@@ -60,10 +61,10 @@ def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> dg.Operand:
     everything = carve(buffer, (size + 4 * words,), torch.uint8)
     data = everything[:size].view(torch.float8_e4m3fn).view(shape)
     scale = everything[size:].view(dtype).view(*batch, groups, rows).transpose(-2, -1)
-    return dg.Operand(data, scale, form.scales, form.width)
+    return Operand(data, scale, form.scales, form.width)
 
 
-def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> dg.Operand:
+def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> Operand:
     """A weight for the GEMMs. Raises ValueError for what they need and plans cannot check."""
     dtypes = {"": (torch.bfloat16,), "ue8m0": (torch.float8_e4m3fn, torch.uint8)}
     expected = dtypes.get(form.scales, (torch.float8_e4m3fn,))
@@ -74,15 +75,15 @@ def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> dg.O
             raise ValueError(f"{what} must be contiguous for deep_gemm; make it so once")
     data = dg.dense(data)
     if scale is None:
-        return dg.Operand(data)
+        return Operand(data)
     scale = dg.dense(scale)
     if form.scales == "ue8m0":
         data = data.view(torch.int8) if data.dtype == torch.uint8 else data  # pairs of e2m1
         scale = scale.transpose(-2, -1)
-    return dg.Operand(data, scale, form.scales, form.weight_width)
+    return Operand(data, scale, form.scales, form.weight_width)
 
 
-def _weights(a: ExpertsArgs | BatchedExpertsArgs, form: Format) -> tuple[dg.Operand, dg.Operand]:
+def _weights(a: ExpertsArgs | BatchedExpertsArgs, form: Format) -> tuple[Operand, Operand]:
     return (
         _weight("w13", a.w13, a.w13_scale, form),
         _weight("w2", a.w2, a.w2_scale, form),
@@ -91,8 +92,11 @@ def _weights(a: ExpertsArgs | BatchedExpertsArgs, form: Format) -> tuple[dg.Oper
 
 def intermediate_size(a: ExpertsArgs | BatchedExpertsArgs) -> int:
     """I: the columns of w2, also if two share a byte."""
-    gated = activated(a.activation, a.alpha, a.beta, a.limit).GATED
-    return a.w13.shape[1] // (2 if gated else 1)
+    return a.w13.shape[1] // (2 if _activation(a).GATED else 1)
+
+
+def _activation(a: ExpertsArgs | BatchedExpertsArgs) -> Activated:
+    return activated(a.activation, a.alpha, a.beta, a.limit)
 
 
 def experts(a: ExpertsArgs) -> None:
@@ -115,8 +119,8 @@ def experts(a: ExpertsArgs) -> None:
 
 def _experts(
     a: ExpertsArgs,
-    w13: dg.Operand,
-    w2: dg.Operand,
+    w13: Operand,
+    w2: Operand,
     form: Format,
     alignment: int,
     expected: int,
@@ -145,7 +149,7 @@ def _experts(
         copies = scatter(x, permuted, layout, top_k, gpu, scale, before)
     run([*launches, copies], device, gpu)
     dg.grouped_gemm(gate_up, permuted, w13, layout.groups, expected)
-    run([activate(a, h, gate_up, layout, after, gpu)], device, gpu)
+    run([activate(h, _activation(a), gate_up, layout, gpu, after)], device, gpu)
     dg.grouped_gemm(y, h, w2, layout.groups, expected)
     if a.exchange:
         last = sum_ranks(a, y, layout.rows)
@@ -188,13 +192,13 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     launches = [first]
     scale = a.hidden_states_scale
     if R == T and x.is_contiguous() and _readable(scale, T, form):
-        inputs = dg.Operand(dg.dense(x), scale, form.scales, form.width)
+        inputs = Operand(dg.dense(x), scale, form.scales, form.width)
     else:
         inputs = rows_in(a.workspace2, (E, R, K), form)
         launches.append(scatter(x, inputs, layout, 1, gpu, scale))
     run(launches, device, gpu)
     dg.masked_gemm(gate_up, inputs, w13, layout.groups, T)
-    run([activate(a, h, gate_up, layout, None, gpu)], device, gpu)
+    run([activate(h, _activation(a), gate_up, layout, gpu)], device, gpu)
     dg.masked_gemm(y, h, w2, layout.groups, T)
     if not in_place:
         run([combine_rows(out, y, None, layout, 1)], device, gpu)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_ops.kernels.rows.operand import Operand
 from moe_ops.meta.workspace import cdiv
 
 # Rows that a group is padded to: get_mk_alignment_for_contiguous_layout(), which is 128 unless set
@@ -74,20 +75,6 @@ def check_warm(keys: tuple[tuple, ...], device: int) -> None:
 def mark_warm(keys: tuple[tuple, ...]) -> None:
     """Record that the GEMMs of these keys have run."""
     _warm.update(keys)
-
-
-class Operand(NamedTuple):
-    """Rows or weights of a GEMM: in bf16, or quantized with scales."""
-
-    data: Tensor
-    scale: Tensor | None = None
-    scales: str = ""  # their kind: SCALES of kernels/rows/scatter.py
-    width: int = 128  # columns that share a scale
-
-    @property
-    def argument(self) -> Any:
-        """The operand in the form that DeepGEMM takes."""
-        return self.data if self.scale is None else (self.data, self.scale)
 
 
 def recipes(x: Operand, w: Operand) -> dict[str, Any]:

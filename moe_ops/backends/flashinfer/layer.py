@@ -13,7 +13,7 @@ from moe_ops.backends.flashinfer.binding import binding
 from moe_ops.backends.flashinfer.library import Kernels
 from moe_ops.backends.flashinfer.schemes import ACTIVATIONS, SCHEMES
 from moe_ops.kernels import launch
-from moe_ops.kernels.gemm.operands import activated
+from moe_ops.kernels.activation import activated
 from moe_ops.kernels.launch import Gpu, run
 from moe_ops.meta.scales import base_layout
 from moe_ops.meta.workspace import carve, round_up

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.choose import mixed as choose
 from moe_ops.kernels import launch
+from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import (
     GEMV,
@@ -25,7 +26,7 @@ from moe_ops.kernels.configs import (
     pairs_here,
     sort_chunk,
 )
-from moe_ops.kernels.gemm.operands import Activated, Output, activated
+from moe_ops.kernels.gemm.operands import Output
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
@@ -41,6 +42,7 @@ from moe_ops.kernels.place.sort import group_blocks, route, sort_into
 from moe_ops.kernels.rows.combine import combine, combine_rows
 from moe_ops.kernels.rows.e4m3_int8 import Valid, counted
 from moe_ops.kernels.rows.emulated import Hidden, decode_x, round_h, round_x
+from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.rounding import Rounding, rounding_of, x_elements
 from moe_ops.kernels.rows.scales import (
     Input,
@@ -49,9 +51,9 @@ from moe_ops.kernels.rows.scales import (
     flat,
     input_of,
 )
+from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.kernels.rows.shared import valid_pairs
 from moe_ops.kernels.training import packed
-from moe_ops.kernels.training.rows import scatter
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -338,7 +340,7 @@ def packed_launches(
     return [
         *launches,
         group_blocks(routing, layout.groups, S, 0, packed.BLOCK_M, gpu),
-        scatter(x, rows, None, layout, top_k),
+        scatter(x, Operand(rows), layout, top_k, gpu),
         multiply(h, rows, w13, routing, False, activation=activation),
         multiply(rows, h, w2, routing, False),
         combine_rows(a.out, rows, a.topk_weights, layout, top_k),

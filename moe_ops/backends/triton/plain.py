@@ -17,19 +17,11 @@ from moe_ops.choose.plain import (
     same_bits_in_all_tiles,
 )
 from moe_ops.kernels import launch
+from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig, block_bound
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
-from moe_ops.kernels.gemm.operands import (
-    Activated,
-    Output,
-    Scaling,
-    Weight,
-    activated,
-    bias_of,
-    scaling_of,
-    weight_of,
-)
+from moe_ops.kernels.gemm.operands import Output, Scaling, Weight, bias_of, scaling_of, weight_of
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.place.routing import (
     NO_ROUTER_WEIGHTS,

@@ -14,6 +14,7 @@ from moe_ops.backends.triton import mixed
 from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import ROWS_OF_ANY_BATCH
 from moe_ops.kernels import launch
+from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import (
     GEMV,
@@ -25,15 +26,7 @@ from moe_ops.kernels.configs import (
     sort_chunk,
 )
 from moe_ops.kernels.gemm import sm80_mma as plain_mma
-from moe_ops.kernels.gemm.operands import (
-    Activated,
-    Output,
-    Weight,
-    activated,
-    bias_of,
-    scaling_of,
-    weight_of,
-)
+from moe_ops.kernels.gemm.operands import Output, Weight, bias_of, scaling_of, weight_of
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand

@@ -137,17 +137,24 @@ def derivatives_of_two(
 
 @triton.jit
 def gate_and_up(
-    x_ptr, first, I, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr  # noqa: E741
+    x_ptr, first, I, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr, ok=None  # noqa: E741
 ):  # fmt: skip
-    """Columns from `first` on (BLOCK_I,) of both halves of a row (2 I,), 0 from I on."""
+    """Columns from `first` on (BLOCK_I,) of both halves of a row (2 I,), 0 from I on. Of rows and
+    first columns (G, 1), `ok` (G, 1) of which are there, they are (G, BLOCK_I), all below I.
+    """
     if INTERLEAVED:
         wide = 2 * first + tl.arange(0, 2 * BLOCK_I)
-        both = tl.load(x_ptr + wide, mask=wide < 2 * I, other=0.0)
-        gate, up = tl.split(tl.reshape(both, (BLOCK_I, 2)))
+        if ok is None:
+            both = tl.load(x_ptr + wide, mask=wide < 2 * I, other=0.0)
+            gate, up = tl.split(tl.reshape(both, (BLOCK_I, 2)))
+        else:
+            both = tl.load(x_ptr + wide, mask=ok, other=0.0)
+            gate, up = tl.split(tl.reshape(both, (both.shape[0], BLOCK_I, 2)))
     else:
         i = first + tl.arange(0, BLOCK_I)
-        gate = tl.load(x_ptr + i, mask=i < I, other=0.0)
-        up = tl.load(x_ptr + I + i, mask=i < I, other=0.0)
+        inside = i < I if ok is None else ok
+        gate = tl.load(x_ptr + i, mask=inside, other=0.0)
+        up = tl.load(x_ptr + I + i, mask=inside, other=0.0)
     return gate, up
 
 
@@ -155,25 +162,30 @@ def gate_and_up(
 def activated_columns(
     x_ptr, weight, first, I, alpha, beta, limit,  # noqa: E741
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, divisors_ptr=None,
+    HAS_LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, divisors_ptr=None, bias_ptr=None, ok=None,
 ):  # fmt: skip
     """Columns from `first` on (BLOCK_I,) of the activation of a row of the first GEMM's output
-    times a weight, and divided by numbers of its columns if there are any, fp32, and 0 in columns
-    from I on.
+    times a weight, plus a bias and divided by numbers of its columns if there are any, fp32;
+    anything from I on. With `ok` as `gate_and_up`.
     """
-    i = first + tl.arange(0, BLOCK_I)
-    ok = i < I
     if GATED:
-        gate, up = gate_and_up(x_ptr, first, I, INTERLEAVED, BLOCK_I)
+        gate, up = gate_and_up(x_ptr, first, I, INTERLEAVED, BLOCK_I, ok)
         gate, up = gate.to(tl.float32) * weight, up.to(tl.float32) * weight
+        if bias_ptr is not None:
+            of_gate, of_up = gate_and_up(bias_ptr, first, I, INTERLEAVED, BLOCK_I)
+            gate, up = gate + of_gate.to(tl.float32), up + of_up.to(tl.float32)
         if divisors_ptr is not None:
             of_gate, of_up = gate_and_up(divisors_ptr, first, I, INTERLEAVED, BLOCK_I)
             gate, up = gate / of_gate, up / of_up
         h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
     else:
-        x = tl.load(x_ptr + i, mask=ok, other=0.0)
+        i = first + tl.arange(0, BLOCK_I)
+        inside = i < I if ok is None else ok
+        x = tl.load(x_ptr + i, mask=inside, other=0.0)
         x = x.to(tl.float32) * weight
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + i, mask=inside, other=0.0).to(tl.float32)
         if divisors_ptr is not None:
-            x /= tl.load(divisors_ptr + i, mask=ok, other=1.0)
+            x /= tl.load(divisors_ptr + i, mask=inside, other=1.0)
         h = activate_one(x, ACTIVATION)
-    return tl.where(ok, h, 0.0)
+    return h

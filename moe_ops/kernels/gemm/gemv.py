@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import GemmConfig, LayerConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import local_expert
@@ -32,7 +33,7 @@ from moe_ops.kernels.device.e4m3 import (
     stored,
 )
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated, Scaling, Weight
+from moe_ops.kernels.gemm.operands import Scaling, Weight
 from moe_ops.kernels.launch import (
     Constant,
     Gpu,

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.activations import NO_LIMIT, Activation
 from moe_ops.kernels.configs import GROUP_M, GemmConfig
-from moe_ops.kernels.launch import Constant, Gpu, Pointer, RuntimeFloat, Specialized, unprefixed
+from moe_ops.kernels.launch import Constant, Gpu, Pointer, Specialized, unprefixed
 from moe_ops.kernels.rows.scales import scales
 from moe_ops.schemes import get_scheme
 
@@ -50,28 +49,6 @@ NO_BIAS = Bias(None, 0, 0)
 def bias_of(bias: Tensor | None) -> Bias:
     """The Bias of a tensor, or of None."""
     return NO_BIAS if bias is None else Bias(bias, *bias.stride())
-
-
-@unprefixed
-class Activated(NamedTuple):
-    """GEMM1's activation: the numbers in its formula, and the constants that select it."""
-
-    alpha: RuntimeFloat
-    beta: RuntimeFloat
-    limit: RuntimeFloat
-    ACTIVATION: Constant
-    GATED: Constant
-    INTERLEAVED: Constant
-    HAS_LIMIT: Constant
-
-
-@lru_cache(maxsize=256)
-def activated(name: str, alpha: float, beta: float, limit: float) -> Activated:
-    """The Activated of an op's options."""
-    activation = Activation(name)
-    function = name.removesuffix("_no_mul").removesuffix("_uninterleave")
-    gated, interleaved = activation.gated, activation.interleaved
-    return Activated(alpha, beta, limit, function, gated, interleaved, limit < NO_LIMIT)
 
 
 @unprefixed

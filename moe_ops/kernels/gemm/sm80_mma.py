@@ -26,6 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile, block_rows, pairs_at
@@ -44,15 +45,7 @@ from moe_ops.kernels.device.e4m3 import (
 )
 from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import (
-    Activated,
-    Bias,
-    GemmTile,
-    Output,
-    Scaling,
-    Weight,
-    tile_of,
-)
+from moe_ops.kernels.gemm.operands import Bias, GemmTile, Output, Scaling, Weight, tile_of
 from moe_ops.kernels.launch import Constant, Gpu, Launch, Specialized, arguments, kernel
 from moe_ops.kernels.place.routing import RouterWeights, Routing
 from moe_ops.kernels.rows.scales import Input

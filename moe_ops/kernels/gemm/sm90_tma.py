@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import LayerConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile, pairs_at
@@ -33,7 +34,7 @@ from moe_ops.kernels.device.e4m3 import (
 )
 from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated, Bias, GemmTile, Scaling, Weight, tile_of
+from moe_ops.kernels.gemm.operands import Bias, GemmTile, Scaling, Weight, tile_of
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import LayerConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import local_expert
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
     Constant,
     Gpu,

@@ -38,12 +38,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import GROUP_M, GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile, block_rows, pairs_at
 from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated, Output
+from moe_ops.kernels.gemm.operands import Output
 from moe_ops.kernels.launch import (
     Constant,
     Gpu,

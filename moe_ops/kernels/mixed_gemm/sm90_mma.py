@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import GemmConfig, LayerConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import local_expert
@@ -42,7 +43,6 @@ from moe_ops.kernels.device.gluon import (
 )
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.device.sums import add_terms, expert_of_pair
-from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
     Constant,
     Gpu,

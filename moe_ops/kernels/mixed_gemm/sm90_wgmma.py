@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import (
@@ -49,7 +50,6 @@ from moe_ops.kernels.device.e4m3 import (
 )
 from moe_ops.kernels.device.gluon import Boxes, fence_async_shared, gl, gluon, reinterpret
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,

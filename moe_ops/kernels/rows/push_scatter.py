@@ -13,6 +13,9 @@ scales, 1.03 bytes a column in place of 2.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,15 +54,11 @@ from moe_ops.kernels.launch import (
     Specialized,
     arguments,
     kernel,
+    unprefixed,
 )
 from moe_ops.kernels.place.layout import Layout
-from moe_ops.kernels.rows.scatter import (
-    OperandRows,
-    Quantized,
-    quantized,
-    rounded_columns,
-    store_scale,
-)
+from moe_ops.kernels.rows.formats import rounded_columns, store_scale
+from moe_ops.kernels.rows.operand import Operand
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.exchange import has_own_rows, opened, sends_quantized
 
@@ -69,7 +68,7 @@ SENDERS = 32
 PACKING_SENDERS = 64  # which quantize what they send, and wait for each block to arrive
 
 
-def why_not(columns: int, y: OperandRows) -> str | None:
+def why_not(columns: int, y: Operand) -> str | None:
     """Why rows of so many columns cannot be copied to these on their way; None: they can."""
     if y.scale is not None and (y.scales == "ue8m0" or y.width != 128 or columns % 128):
         return f"scales {y.scales!r} of {y.width} columns"
@@ -169,6 +168,17 @@ def send_packed(
                 buffer_ptr, peers, parity, block, epoch, M, R, BLOCKS, ONE_FENCE=True
             )  # fmt: skip
         x = following
+
+
+@unprefixed
+class Quantized(NamedTuple):
+    """How rows are quantized."""
+
+    scale: Pointer  # (K / 128, rows) fp32, written, or None
+    SCALES: Constant
+    WIDTH: Constant
+    GROUPS: Constant
+    NATIVE: Constant
 
 
 @arguments
@@ -300,7 +310,7 @@ def moe_ops_push_scatter(
 
 
 def push_scatter(
-    y: OperandRows,  # (rows, K), written
+    y: Operand,  # (rows, K), written
     x: Tensor,  # (M, K), contiguous
     layout: Layout,  # of the pairs of all ranks' tokens
     top_k: int,
@@ -319,10 +329,11 @@ def push_scatter(
     tile = tile_of(sent, K, MOST_COPIED // x.itemsize)
     rows, senders = (sent.block_rows, PACKING_SENDERS) if packed else (tile.rows, SENDERS)
     buffers = buffers_of(mailbox, spins, 1 if packed else x.itemsize, phases, rows, senders)
-    data, how = quantized(y, gpu)
+    data = y.data if y.scale is None or gpu.native else y.data.view(torch.uint8)
+    groups = tile.rows * tile.columns // 128
     args = PushScatter(
         y=data,
-        quantized=how._replace(GROUPS=tile.rows * tile.columns // 128),
+        quantized=Quantized(y.scale, y.scales, y.width, groups, gpu.native),
         x=x,
         rows=layout.rows,
         size=layout.R,
@@ -338,7 +349,7 @@ def push_scatter(
     return Launch(moe_ops_push_scatter, grid_of(sent), args, tile.num_warps, MAX_REGISTERS)
 
 
-def push_own_rows(a: ExpertsArgs, y: OperandRows, layout: Layout, gpu: Gpu) -> Launch | None:
+def push_own_rows(a: ExpertsArgs, y: Operand, layout: Layout, gpu: Gpu) -> Launch | None:
     """The kernel of a call that has this rank's tokens alone; None where all are here already."""
     if not has_own_rows(a):
         return None

@@ -14,16 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.device.activations import (
-    activate_one,
-    activate_two,
     derivatives_of_two,
     gate_and_up,
     one_and_derivative,
 )
 from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
-from moe_ops.kernels.device.pdl import gdc_wait_at_the_end
-from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
     Constant,
     Launch,
@@ -36,94 +33,13 @@ from moe_ops.kernels.launch import (
 from moe_ops.kernels.place.layout import (
     ExpertBias,
     Layout,
-    StridedRows,
     expert_bias,
-    rows_of,
 )
 from moe_ops.kernels.place.routing import RouterWeights, router_weights
-from moe_ops.meta.workspace import cdiv, round_up
+from moe_ops.kernels.rows.activate import columns_at_once
+from moe_ops.meta.workspace import cdiv
 
-BLOCK = 1024  # columns of a program of scatter
-WARP = 256  # columns that a warp takes at a time: 16 bytes a thread
 ZEROS = 8192  # elements that a program of zero_empty writes at a time
-
-
-@arguments
-class Scatter:
-    y: Pointer  # (S, K), written
-    x: StridedRows
-    weights: RouterWeights  # of each pair, or none
-    rows: Pointer
-    K: Specialized
-    TOP_K: Constant
-    BLOCK_K: Constant
-    BESIDE: Constant  # it runs beside the kernel before: gdc_wait_at_the_end
-
-
-@kernel(Scatter)
-def moe_ops_train_scatter(
-    y_ptr,
-    x_ptr,
-    x_stride_e,
-    x_stride_m,
-    x_stride_k,
-    weights_ptr,
-    weights_stride_m,
-    weights_stride_k,
-    rows_ptr,
-    K,
-    TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BESIDE: tl.constexpr,
-):
-    """Read a token once and write it, times the router weight if there is one, to the rows of its
-    pairs. Grid: (M, column tiles).
-    """
-    m = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    x = tl.load(x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=k < K, other=0.0)
-    for j in tl.static_range(TOP_K):
-        row = tl.load(rows_ptr + m * TOP_K + j).to(tl.int64)
-        y = x
-        if weights_ptr is not None:
-            at = m * weights_stride_m + j * weights_stride_k
-            y = y.to(tl.float32) * tl.load(weights_ptr + at).to(tl.float32)
-        y = y.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row * K + k, y, mask=k < tl.where(row >= 0, K, 0))
-    gdc_wait_at_the_end(BESIDE)
-
-
-def scatter(
-    x: Tensor,
-    y: Tensor,
-    weights: Tensor | None,
-    layout: Layout,
-    top_k: int,
-    beside: bool = False,
-) -> Launch:
-    """x (M, K) copied to the rows of its pairs, times weights (M, top_k) if there are any.
-    `beside`: it runs beside the kernel before, which does not write x and does not use y.
-    """
-    M, K = x.shape
-    args = Scatter(
-        y=y,
-        x=rows_of(x),
-        weights=router_weights(weights),
-        rows=layout.rows,
-        K=K,
-        TOP_K=top_k,
-        BLOCK_K=BLOCK,
-        BESIDE=beside,
-    )
-    return Launch(moe_ops_train_scatter, (M, cdiv(K, BLOCK), 1), args)
-
-
-def tile_of(I: int) -> tuple[int, int]:  # noqa: E741
-    """(columns that a program takes at a time, its warps) for rows of I columns: 8 columns a
-    thread, as few behind the last one as can be.
-    """
-    warps = min((4, 2, 1), key=lambda warps: round_up(I, WARP * warps))
-    return WARP * warps, warps
 
 
 @triton.jit
@@ -154,77 +70,6 @@ def activation_input(
         g_bias, u_bias = columns_of_row(bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
         g, u = g + g_bias.to(tl.float32), u + u_bias.to(tl.float32)
     return g, u
-
-
-@arguments
-class Activate:
-    h: Pointer  # (S, I), written
-    x: Pointer  # (S, N)
-    bias: ExpertBias  # (E, N)
-    groups: Pointer
-    E: Runtime
-    N: Specialized
-    I: Specialized  # noqa: E741
-    activation: Activated
-    BLOCK_I: Constant
-
-
-@kernel(Activate)
-def moe_ops_train_activate(
-    h_ptr,
-    x_ptr,
-    bias_ptr,
-    bias_E,
-    bias_BLOCK_E: tl.constexpr,
-    groups_ptr,
-    E,
-    N,
-    I,  # noqa: E741
-    alpha,
-    beta,
-    limit,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """h = activation(x + bias). Grid: (S, column tiles)."""
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(groups_ptr + E - 1):
-        return
-    if bias_ptr is not None:
-        e = expert_of_row(ends_of_experts(groups_ptr, bias_E, bias_BLOCK_E), row)
-        bias_ptr += e.to(tl.int64) * N
-    first = tl.program_id(1) * BLOCK_I
-    i = first + tl.arange(0, BLOCK_I)
-    g, u = columns_of_row(x_ptr + row * N, first, I, GATED, INTERLEAVED, BLOCK_I)
-    g, u = activation_input(g, u, bias_ptr, first, I, GATED, INTERLEAVED, BLOCK_I)
-    if GATED:
-        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
-    else:
-        h = activate_one(g, ACTIVATION)
-    tl.store(h_ptr + row * I + i, h.to(h_ptr.dtype.element_ty), mask=i < I)
-
-
-def activate(
-    activation: Activated, h: Tensor, x: Tensor, bias: Tensor | None, layout: Layout
-) -> Launch:
-    """h (S, I) = activation(x (S, N) + bias (E, N))."""
-    (S, N), I = x.shape, h.shape[1]  # noqa: E741
-    columns, warps = tile_of(I)
-    args = Activate(
-        h=h,
-        x=x,
-        bias=expert_bias(bias),
-        groups=layout.groups,
-        E=layout.groups.shape[0],
-        N=N,
-        I=I,
-        activation=activation,
-        BLOCK_I=columns,
-    )
-    return Launch(moe_ops_train_activate, (S, cdiv(I, columns), 1), args, warps)
 
 
 class Gradients(NamedTuple):
@@ -366,7 +211,7 @@ def derive(
     `to.factors` alone are asked for.
     """
     S, N = x.shape
-    columns, warps = tile_of(I)
+    columns, warps = columns_at_once(I)
     args = Derive(
         to=to,
         x=x,

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import GROUP_M
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile
@@ -36,7 +37,6 @@ from moe_ops.kernels.device.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from moe_ops.kernels.gemm.operands import Activated
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,

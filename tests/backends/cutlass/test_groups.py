@@ -14,7 +14,7 @@ from moe_ops.activations import NAMES, Activation
 from moe_ops.backends.cutlass import products as native
 from moe_ops.backends.cutlass.products import Scaled
 from moe_ops.backends.cutlass.schemes import SCHEMES_OF_GROUPS
-from moe_ops.kernels.gemm.operands import activated
+from moe_ops.kernels.activation import activated
 from tests.backends.cutlass.test_layer import (
     CUDA,
     devices,

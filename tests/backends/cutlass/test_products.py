@@ -12,7 +12,7 @@ import torch
 import moe_ops
 from moe_ops.activations import Activation
 from moe_ops.backends.cutlass import library, products
-from moe_ops.kernels.gemm.operands import activated
+from moe_ops.kernels.activation import activated
 from tests.autograd.test_gradients import call, cotangent, leaves
 from tests.support import fake_cutlass, oracle
 from tests.support.cases import BF16, FP16, FP32, Case

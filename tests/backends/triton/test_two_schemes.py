@@ -81,7 +81,7 @@ for scheme, M in (
 KERNELS = """
 mixed_gemv1 mixed_gemv2
 route permute_tokens wgmma_gemm1 wgmma_gemm2 combine
-count_pairs place_pairs group_blocks train_scatter train_wgmma_packed combine_rows
+count_pairs place_pairs group_blocks scatter train_wgmma_packed combine_rows
 route permute_tokens wgmma_gemm1 gemm2 combine
 route gemm1 permute_hidden wgmma_gemm2 combine
 gemm1 mixed_gemm2 combine

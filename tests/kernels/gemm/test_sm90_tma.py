@@ -15,9 +15,10 @@ triton = pytest.importorskip("triton")
 
 from moe_ops.choose import plain as configs  # noqa: E402
 from moe_ops.choose.table import override  # noqa: E402
+from moe_ops.kernels.activation import activated  # noqa: E402
 from moe_ops.kernels.configs import SM90_TMA, GemmConfig, LayerConfig  # noqa: E402
 from moe_ops.kernels.gemm import sm90_tma  # noqa: E402
-from moe_ops.kernels.gemm.operands import Scaling, activated, weight_of  # noqa: E402
+from moe_ops.kernels.gemm.operands import Scaling, weight_of  # noqa: E402
 from moe_ops.kernels.launch import Gpu  # noqa: E402
 
 CUDA = torch.cuda.is_available()

@@ -13,8 +13,8 @@ from moe_ops.kernels.comm import push
 from moe_ops.kernels.comm.mailbox import EMPTY
 from moe_ops.kernels.comm.push import Phases
 from moe_ops.kernels.place.layout import Layout
+from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.push_scatter import push_scatter, why_not
-from moe_ops.kernels.rows.scatter import GroupedRows
 from moe_ops.meta import symmetric
 from moe_ops.meta.symmetric import SymmetricLayout
 from moe_ops.parallel.symmetric_memory import packed_rows
@@ -70,13 +70,13 @@ def test_rows_of_pairs_have_their_tokens(R, T, K, top_k, scales, few, held, pack
         for r in range(R - 1):
             here = there & (torch.rand(R * T, top_k) < 0.6)
             rows = torch.where(here, torch.randperm(size)[:S].view(R * T, top_k), -1)
-            y = GroupedRows(torch.full((size, K), torch.nan).half(), None, "")
+            y = Operand(torch.full((size, K), torch.nan).half())
             want = y.data.clone()
             want[rows[here]] = whole[:, None].expand(-1, top_k, -1)[here]
             scale = torch.full((K // 128, size), torch.nan)
             if scales:
                 data = torch.zeros(size, K, dtype=torch.float8_e4m3fn)
-                y = GroupedRows(data, scale.clone(), scales)
+                y = Operand(data, scale.clone(), scales)
             assert why_not(K, y) is None
             wanted.append((want, rows[here], y))
             layout = Layout(rows.flatten().int(), torch.empty(0), size)
@@ -117,9 +117,9 @@ def test_every_block_of_every_rank_is_awaited(packed, monkeypatch):
     K = 128 if packed else 16
     row_bytes = symmetric.packed_bytes(K) if packed else 2 * K
     layout, x = SymmetricLayout(2, 3, row_bytes), torch.randn(3, K).half()
-    y = GroupedRows(torch.zeros(6, K).half(), None, "")
+    y = Operand(torch.zeros(6, K).half())
     if packed:
-        y = GroupedRows(torch.zeros(6, K, dtype=torch.float8_e4m3fn), torch.zeros(1, 6), "fp32")
+        y = Operand(torch.zeros(6, K, dtype=torch.float8_e4m3fn), torch.zeros(1, 6), "fp32")
     nowhere = Layout(torch.full((6,), -1, dtype=torch.int32), torch.empty(0), 6)
     assert layout.blocks == 2
     for late in (None, 0, 1, 2):
@@ -149,7 +149,7 @@ def test_floats_of_ones_are_copied_as_nan(ones):
     for column in ones:
         x[1, 6 + column] = torch.tensor(-1, dtype=torch.int16).view(torch.float16)
     rows = torch.arange(6, dtype=torch.int32)
-    outs = [GroupedRows(torch.full((6, 16), 77.0).half(), None, "") for _ in range(2)]
+    outs = [Operand(torch.full((6, 16), 77.0).half()) for _ in range(2)]
     for phases in (Phases(True, False), Phases(False, True)):
         for y, box in zip(outs, boxes, strict=True):
             run(push_scatter(y, x, Layout(rows, rows, 6), 1, box, SPINS, GPU, False, phases))

@@ -1,0 +1,31 @@
+"""The activation of a layer, as kernels take it. torch alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from moe_ops.activations import NO_LIMIT, Activation
+from moe_ops.kernels.launch import Constant, RuntimeFloat, unprefixed
+
+
+@unprefixed
+class Activated(NamedTuple):
+    """An activation: the numbers in its formula, and the constants that select it."""
+
+    alpha: RuntimeFloat
+    beta: RuntimeFloat
+    limit: RuntimeFloat
+    ACTIVATION: Constant
+    GATED: Constant
+    INTERLEAVED: Constant
+    HAS_LIMIT: Constant
+
+
+@lru_cache(maxsize=256)
+def activated(name: str, alpha: float, beta: float, limit: float) -> Activated:
+    """The Activated of an op's options."""
+    activation = Activation(name)
+    function = name.removesuffix("_no_mul").removesuffix("_uninterleave")
+    gated, interleaved = activation.gated, activation.interleaved
+    return Activated(alpha, beta, limit, function, gated, interleaved, limit < NO_LIMIT)
