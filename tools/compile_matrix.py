@@ -58,7 +58,7 @@ from compile_kernels import (
 from moe_ops import environment
 from moe_ops.backends.cutlass.relayout import REORDERED, SWIZZLED
 from moe_ops.backends.cutlass.schemes import BLOCK_SCALED
-from moe_ops.kernels.training.frozen import frozen
+from moe_ops.kernels.rows.frozen import frozen
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.schemes import SCHEMES
 

@@ -8,13 +8,13 @@ kernels of training steps.
 `cutlass`: every scheme and dtype that backend `cutlass` takes on this GPU is run, on few and on
 many tokens, with an expert that no token picks, and on batches; results are compared with backend
 `torch`. `training`: the steps of sanitize_steps.py, compared with plain torch. A kernel of the
-GPU's object, or of kernels/training, that none of these calls launches is an error, so that a new
+GPU's object, or of a training step, that none of these calls launches is an error, so that a new
 one is not forgotten. Each tool is a run of its own, after one without any, which compiles Triton's
 kernels; with --together the runs of all tools share the GPU.
 
 memcheck and initcheck look at all kernels, each tensor in an allocation of its own: initcheck has
 to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone.
-Of training steps each tool looks at the kernels of kernels/training alone, and the steps are
+Of training steps each tool looks at its own kernels alone (moe_ops_train_*), and the steps are
 compared with plain torch in the run without a tool alone, whose thousands of launches no tool has
 to follow. initcheck is not run there: products write by the tensor memory accelerator, too.
 Where CUTLASS writes is zeroed before a call, because initcheck misses what it does: it does not

@@ -28,8 +28,9 @@ from moe_ops.autograd.step import Adapter, Derived, Needs, Step
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import activated
 from moe_ops.kernels.configs import block_bound
+from moe_ops.kernels.gemm import low_rank
 from moe_ops.kernels.launch import Launch, Lazy, run
-from moe_ops.kernels.mixed_gemm import configs
+from moe_ops.kernels.mixed_gemm import configs, packed
 from moe_ops.kernels.mixed_gemm.operands import operand
 from moe_ops.kernels.place.layout import Layout, index_parts
 from moe_ops.kernels.place.place import place
@@ -37,19 +38,18 @@ from moe_ops.kernels.place.routing import Routing, sorted_rows
 from moe_ops.kernels.place.sort import group_blocks
 from moe_ops.kernels.rows.activate import activate
 from moe_ops.kernels.rows.combine import combine_rows
+from moe_ops.kernels.rows.derive import Gradients, derive, zero_empty
+from moe_ops.kernels.rows.frozen import frozen
 from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.scatter import scatter
-from moe_ops.kernels.training import low_rank, packed
-from moe_ops.kernels.training.frozen import frozen
-from moe_ops.kernels.training.rounding import round_rows
-from moe_ops.kernels.training.rows import Gradients, derive, zero_empty
-from moe_ops.kernels.training.sums import add_dot, dot, sum_rows
+from moe_ops.kernels.rows.straight_through import round_rows
+from moe_ops.kernels.rows.sums import add_dot, dot, sum_rows
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.products import Products
 from moe_ops.schemes import get_scheme
 
 # where Triton compiles Gluon
-_sm90_packed = Lazy("moe_ops.kernels.training.sm90_packed:multiply")
+_sm90_packed = Lazy("moe_ops.kernels.mixed_gemm.sm90_packed:multiply")
 _ROWS = torch.contiguous_format
 
 

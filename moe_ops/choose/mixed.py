@@ -35,12 +35,12 @@ from moe_ops.meta.workspace import cdiv
 
 MAX_CHUNKS = 16  # of a row with zero points, up to which sm90_mma.py is faster than gemv.py
 MAX_CHUNKS_OF_W13 = 32  # of int4, up to which sm90_mma.py was shown to be faster than gemv.py
-MAX_I_OF_PACKED = 4096  # up to which training/sm90_packed.py is faster with weights of 4 bits
+MAX_I_OF_PACKED = 4096  # up to which mixed_gemm/sm90_packed.py is faster with weights of 4 bits
 FEWEST_ROWS_OF_16 = 5  # rows an expert, from which blocks have 16 rows
 # BLOCK_M -> rows an expert of plain weights that run in such blocks
 ROWS_OF_BLOCKS = {16: 8, 32: 20, 64: 48, 128: 128}
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
-# training/sm90_packed.py has these tiles alone: rows of a block, columns, step, stages and warps
+# mixed_gemm/sm90_packed.py has these tiles alone: rows of a block, columns, step, stages and warps
 MANY_ROWS = LayerConfig(
     GemmConfig(128, 64, 3, 4), GemmConfig(128, 64, 3, 4), 128, 0, SM90_PACKED
 )  # fmt: skip
@@ -263,7 +263,7 @@ def for_experts(*problem: Any) -> LayerConfig:
     sm90_wgmma.py and of gemv.py can run, whether these alone read the weights' layout, how many
     experts share the pairs if these are on several devices, `MixedOperand.stages_of_many`,
     K_CHUNK and the columns that share a scale if sm90_mma.py serves one token (`token_facts`),
-    whether training/sm90_packed.py can run and is faster (`many_rows`), and
+    whether mixed_gemm/sm90_packed.py can run and is faster (`many_rows`), and
     `MixedOperand.scaling`.
     """
     return find(_for_experts, problem)
@@ -320,7 +320,7 @@ def of_two_formats(*problem: Any) -> LayerConfig:
 
 
 def many_rows(rows: int, experts: int, I: int, bits: int) -> bool:  # noqa: E741
-    """Whether a layer of so many rows is faster by training/sm90_packed.py, whose blocks of 128
+    """Whether a layer of so many rows is faster by mixed_gemm/sm90_packed.py, whose blocks of 128
     rows share a decoded weight.
 
     In 8 bits it is from 64 rows an expert on: with fewer, blocks of 128 rows are mostly empty. In

@@ -17,7 +17,7 @@ from moe_ops import environment
 from moe_ops.backends.cutlass import products as cutlass
 from moe_ops.backends.torch import grouped_mm
 from moe_ops.environment import INTERPRETED
-from moe_ops.kernels.training import frozen
+from moe_ops.kernels.rows import frozen
 from moe_ops.ops.call import ExpertsCall
 from moe_ops.ops.memory import addressable
 from moe_ops.ops.products import Products

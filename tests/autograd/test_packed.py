@@ -12,8 +12,7 @@ import moe_ops
 from moe_ops.autograd import fused
 from moe_ops.autograd.adapters import UNADAPTED
 from moe_ops.autograd.step import Needs
-from moe_ops.kernels.mixed_gemm import configs
-from moe_ops.kernels.training import packed
+from moe_ops.kernels.mixed_gemm import configs, packed
 from moe_ops.ops.call import ExpertsCall, take_apart
 from moe_ops.planning import training as planning
 from tests.autograd import test_lora
@@ -186,7 +185,7 @@ def test_sizes_of_whole_tiles(scheme, rank, size):
         check(case)
     if not configs.on_sm90(torch.cuda.current_device()):
         return
-    from moe_ops.kernels.training import sm90_packed
+    from moe_ops.kernels.mixed_gemm import sm90_packed
 
     with mock.patch.object(fused, "run", wraps=fused.run) as run:
         first, second = gradients(case), gradients(case)

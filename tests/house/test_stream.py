@@ -55,7 +55,6 @@ KERNELS = (
     "rows",
     "gemm",
     "mixed_gemm",
-    "training",
     "router",
 )
 ROUTER_USES = ("launch", "device", "router")

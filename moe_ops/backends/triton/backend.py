@@ -11,9 +11,9 @@ epilogue, GEMM2, and combine; one more may quantize activations. One token takes
 plain or block-scaled weights (kernels/gemm/gemv.py), and with weights of 4 and 8 bits
 (kernels/mixed_gemm/gemv.py; of some formats of 4 bits kernels/mixed_gemm/sm90_mma.py). With the
 latter, more tokens take five launches on SM90, or four if they are few
-(kernels/mixed_gemm/sm90_wgmma.py), and where experts have many rows seven
-(kernels/training/sm90_packed.py). Under `batch_invariant` one token takes those of more there, or
-with 4 bits and short rows the two of sm90_mma.py. Where w13 and w2 have different schemes
+(kernels/mixed_gemm/sm90_wgmma.py), and where experts have many rows seven (sm90_packed.py there).
+Under `batch_invariant` one token takes those of more, or with 4 bits and short rows the two of
+sm90_mma.py. Where w13 and w2 have different schemes
 (two_schemes.py), each product is that of its own.
 
 Nothing is allocated, and the host reads no device memory. On a machine without a GPU the kernels
@@ -199,7 +199,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     """Shapes of the workspaces. workspace13 holds the activation's output h (rows, I; for mixed
     GEMMs in whole chunks) in the input's dtype, workspace2 its product with w2, y (M * top_k, K),
     in fp32 or less, and the index workspace the table of blocks (.., 4) and the order of pairs.
-    Where experts have many rows (kernels/training/sm90_packed.py), workspace2 holds counts of
+    Where experts have many rows (kernels/mixed_gemm/sm90_packed.py), workspace2 holds counts of
     experts, then rows of x, then y in the input's dtype, and the index also the end rows of
     experts.
 
@@ -219,7 +219,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
         pairs = M * problem.top_k
         h, y = pairs, pairs * K
         index = 4 * block_bound(pairs, experts, block_m) + pairs
-        if mixed:  # the end rows of experts and one block more: kernels/training/sm90_packed.py
+        if mixed:  # the end rows of experts and one block more: kernels/mixed_gemm/sm90_packed.py
             index = index + round_up(experts, 4) + 8
     elif problem.kind == "batched_experts":
         h = rows = experts * M

@@ -28,7 +28,7 @@ from moe_ops.kernels.configs import (
 )
 from moe_ops.kernels.gemm.operands import Output
 from moe_ops.kernels.launch import Gpu, Launch, run
-from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
+from moe_ops.kernels.mixed_gemm import configs, gemv, packed, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
 from moe_ops.kernels.place.layout import index_parts
 from moe_ops.kernels.place.place import place
@@ -53,7 +53,6 @@ from moe_ops.kernels.rows.scales import (
 )
 from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.kernels.rows.shared import valid_pairs
-from moe_ops.kernels.training import packed
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -79,7 +78,7 @@ def sm90_mma() -> ModuleType:
 @cache
 def sm90_packed() -> ModuleType:
     """Likewise."""
-    return import_module("moe_ops.kernels.training.sm90_packed")
+    return import_module("moe_ops.kernels.mixed_gemm.sm90_packed")
 
 
 def experts(a: ExpertsArgs) -> None:
@@ -157,7 +156,7 @@ def runs_wgmma(
 def runs_packed(
     a: ExpertsArgs, w13: MixedOperand, w2: MixedOperand, rounding: Rounding | None
 ) -> bool:
-    """Whether the kernels of training/sm90_packed.py can run a layer."""
+    """Whether the kernels of mixed_gemm/sm90_packed.py can run a layer."""
     if not configs.on_sm90(a.hidden_states.get_device()) or rounding is not None:
         return False
     if a.layout or a.exchange or a.router_weight_on_input or w2.E >= MAX_EXPERTS:
@@ -326,7 +325,7 @@ def wgmma_launches(
 def packed_launches(
     a: ExpertsArgs, w13: MixedOperand, w2: MixedOperand, activation: Activated, gpu: Gpu
 ) -> list[Launch]:
-    """A layer of experts, or a chunk of its tokens, by kernels/training/sm90_packed.py."""
+    """A layer of experts, or a chunk of its tokens, by kernels/mixed_gemm/sm90_packed.py."""
     ids, x = a.topk_ids, a.hidden_states
     (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
     S, multiply = M * top_k, sm90_packed().multiply

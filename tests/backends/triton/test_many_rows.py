@@ -1,5 +1,5 @@
 """Weight-only layers of many rows an expert, which run on the products of training steps
-(kernels/training/sm90_packed.py): when they do, what they launch, and values on a GPU."""
+(kernels/mixed_gemm/sm90_packed.py): when they do, what they launch, and values on a GPU."""
 
 from __future__ import annotations
 

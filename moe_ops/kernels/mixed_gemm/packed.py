@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_ops.kernels.configs import GROUP_M
 from moe_ops.kernels.device.blocks import block_and_tile
 from moe_ops.kernels.device.interpreter import INTERPRET
+from moe_ops.kernels.gemm.low_rank import block_r
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,
@@ -37,6 +38,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
+from moe_ops.kernels.mixed_gemm.columns import columns, shift
 from moe_ops.kernels.mixed_gemm.decode import six_bits
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
@@ -48,8 +50,6 @@ from moe_ops.kernels.mixed_gemm.operands import (
 )
 from moe_ops.kernels.mixed_gemm.sm80_mma import first_bytes
 from moe_ops.kernels.place.routing import Routing
-from moe_ops.kernels.training.decode import columns, shift
-from moe_ops.kernels.training.low_rank import block_r
 from moe_ops.meta.workspace import cdiv
 
 BLOCK_M = 128  # rows of a block

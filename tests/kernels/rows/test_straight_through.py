@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from moe_ops.kernels.launch import gpu, run
-from moe_ops.kernels.training.frozen import frozen
+from moe_ops.kernels.rows.frozen import frozen
 from moe_ops.schemes import SCHEMES
-from tests.kernels.training.test_packed import everywhere
+from tests.kernels.mixed_gemm.test_packed import everywhere
 from tests.support import oracle
 from tests.support.cases import BF16, QUANTIZED, STATIC_SCALES
 
-rounding = pytest.importorskip("moe_ops.kernels.training.rounding")
+rounding = pytest.importorskip("moe_ops.kernels.rows.straight_through")
 ROUNDED = [name for name in SCHEMES if name and (how := frozen(name)) and how.elements]
 
 

@@ -2,7 +2,7 @@
 gradients of biases, and of router weights where they are products of rows of width K. Imported at
 first launch only.
 
-Legend: rows.py. All sums are fp32 and in a fixed order: each is one program's.
+Legend: derive.py. All sums are fp32 and in a fixed order: each is one program's.
 """
 
 from __future__ import annotations

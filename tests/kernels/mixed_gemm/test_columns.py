@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl
 
-from moe_ops.kernels.training import decode
+from moe_ops.kernels.mixed_gemm import columns as decode
 
 LOW, HIGH, SHIFT = (n.value for n in (decode.INT4_LOW, decode.INT4_HIGH, decode.INT4_SHIFT))
 

@@ -48,17 +48,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.decode import spread
-from moe_ops.kernels.mixed_gemm.operands import (
-    Decoding,
-    MixedOperand,
-    MixedPointers,
-    MixedStrides,
-)
-from moe_ops.kernels.mixed_gemm.sm90_decode import log2
-from moe_ops.kernels.mixed_gemm.sm90_mainloop import advance_slot
-from moe_ops.kernels.place.routing import Routing
-from moe_ops.kernels.training.decode import (
+from moe_ops.kernels.mixed_gemm.columns import (
     INT4_FACTORS,
     INT4_HIGH,
     INT4_LOW,
@@ -68,7 +58,14 @@ from moe_ops.kernels.training.decode import (
     bits,
     fma_words,
 )
-from moe_ops.kernels.training.packed import (
+from moe_ops.kernels.mixed_gemm.decode import spread
+from moe_ops.kernels.mixed_gemm.operands import (
+    Decoding,
+    MixedOperand,
+    MixedPointers,
+    MixedStrides,
+)
+from moe_ops.kernels.mixed_gemm.packed import (
     BLOCK_M,
     BLOCK_OUT,
     STEP,
@@ -76,6 +73,9 @@ from moe_ops.kernels.training.packed import (
     decoding_of,
     scales_of_rows,
 )
+from moe_ops.kernels.mixed_gemm.sm90_decode import log2
+from moe_ops.kernels.mixed_gemm.sm90_mainloop import advance_slot
+from moe_ops.kernels.place.routing import Routing
 from moe_ops.meta.workspace import cdiv
 
 FORMATS = ("int4", "e2m1", "int8", "e4m3")

@@ -27,7 +27,7 @@ from tests.support.cases import BF16, FP16, FP32, fitting
 
 pytest.importorskip("triton")
 
-from moe_ops.kernels.training import packed
+from moe_ops.kernels.mixed_gemm import packed
 
 CUDA = torch.cuda.is_available()
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))

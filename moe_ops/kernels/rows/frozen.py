@@ -1,5 +1,5 @@
 """Frozen quantized experts in a training step: how their weights are decoded, and how their
-activations are rounded. torch alone; the kernels are packed.py and rounding.py.
+activations are rounded. torch alone; the kernels are mixed_gemm/packed.py and straight_through.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
 
 @unprefixed
 class Elements(NamedTuple):
-    """A scheme's quantized activations, in the terms of rounding.py."""
+    """A scheme's quantized activations, in the terms of straight_through.py."""
 
     DTYPE: Constant
     RULE: Constant  # how a power of two is chosen: schemes.QuantDesc.scale_rule

@@ -34,7 +34,7 @@ from moe_ops.kernels.launch import (
 from moe_ops.kernels.place.layout import StridedRows, rows_of
 from moe_ops.kernels.place.routing import RouterWeights, router_weights
 from moe_ops.kernels.rows.emulated import power_of_two
-from moe_ops.kernels.training.frozen import Elements, Frozen
+from moe_ops.kernels.rows.frozen import Elements, Frozen
 from moe_ops.meta.workspace import cdiv
 
 CHUNK = 1024  # columns of a program, if that many are whole groups

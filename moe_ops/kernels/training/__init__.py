@@ -1,1 +1,0 @@
-"""Kernels around the grouped products of a training step."""
