@@ -130,107 +130,79 @@ def warn_of_plain_torch(
     )
 
 
-# --- forward -------------------------------------------------------------------------------------
+# --- what they run -------------------------------------------------------------------------------
 
 
-def _run_forward(values: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """out (M, K); h (S, N), or (0, N) if it is computed again, whose rows behind those of the last
-    expert may hold anything; u likewise, None without an adapter of w13; the index. All as step.py
-    defines them.
-    """
-    inputs = _inputs(values)
-    call, adapters = inputs.call, inputs.adapters
+def _step(inputs: Inputs, warn: bool) -> Step:
+    """A pass by what the plan of the call says."""
+    call, adapters, _ = inputs
     reason, products = planning.plan(call, inputs.matrices)
-    if reason is not None:
+    if reason is None:
+        return _fused_step(call, adapters, products)
+    if warn:
         adapted = ("adapters are given", "merge them into the weights")
         words = () if adapters == UNADAPTED else adapted
         warn_of_plain_torch(call.hidden_states, reason, *words)
-    with torch.cuda.device_of(call.hidden_states):  # kernels are launched on the current device
-        step = (Step if reason else _fused_step)(call, adapters, products)
-        out, h, u, index = step.forward()
-
-        def kept(t: Tensor) -> Tensor:
-            return (t[:0].clone() if inputs.recompute else t).to(step.kept)
-
-        return out, kept(h), None if u is None else kept(u), index
+    return Step(call, adapters, products)
 
 
 def _forward(*values: Any) -> tuple[Tensor, ...]:
-    out, h, _, index = _run_forward(values)
-    return out, h, index
+    """out (M, K); h (S, N), or (0, N) if it is computed again, whose rows behind those of the last
+    expert may hold anything; of calls with adapters u likewise, (0, 0) without one of w13; the
+    index. All as step.py defines them.
+    """
+    inputs = _inputs(values)
 
+    def kept(t: Tensor) -> Tensor:
+        return (t[:0].clone() if inputs.recompute else t).to(step.kept)
 
-def _lora_forward(*values: Any) -> tuple[Tensor, ...]:
-    out, h, u, index = _run_forward(values)
-    return out, h, h.new_empty(0, 0) if u is None else u, index
+    with torch.cuda.device_of(values[0]):  # kernels are launched on the current device
+        step = _step(inputs, warn=True)
+        out, h, u, index = step.forward()
+        h = kept(h)
+        if len(values) == _OF_EXPERTS:
+            return out, h, index
+        return out, h, h.new_empty(0, 0) if u is None else kept(u), index
 
 
 def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
-    call, _, recompute = _inputs(values)
+    call, (first, _), recompute = _inputs(values)
     E, N, _ = get_scheme(call.w13.scheme).logical_shape(*call.w13.data.shape)
     x = call.hidden_states
     S = x.shape[0] * call.topk_ids.shape[1]
     h = x.new_empty((0 if recompute else S, N), dtype=kept_dtype(call))
     out = x.new_empty(x.shape, dtype=call.output()[1])
-    return out, h, call.topk_ids.new_empty((E + S,), dtype=torch.int32)
-
-
-def _lora_forward_fake(*values: Any) -> tuple[Tensor, ...]:
-    out, h, index = _forward_fake(*values)
-    a13 = values[_OF_EXPERTS]
-    size = (0, 0) if a13 is None else (h.shape[0], a13.shape[1])
+    index = call.topk_ids.new_empty((E + S,), dtype=torch.int32)
+    if len(values) == _OF_EXPERTS:
+        return out, h, index
+    size = (0, 0) if first is None else (h.shape[0], first.a.shape[1])
     return out, h, h.new_empty(size), index
 
 
-# --- backward ------------------------------------------------------------------------------------
-
-
-def _run_backward(
-    grad: Tensor, h: Tensor, u: Tensor | None, index: Tensor, rest: Sequence[Any]
-) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, h: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of the inputs in the order of `_LORA_GRADIENTS`, as many as `needs` has; (0,) for
     those that are not needed.
     """
-    *values, needs = rest
-    call, adapters, recompute = inputs = _inputs(values)
-    reason, products = planning.plan(call, inputs.matrices)
-    known_h, known_u = (None, None) if recompute else (h, u)
-    with torch.cuda.device_of(call.hidden_states):
-        step = (Step if reason else _fused_step)(call, adapters, products)
-        asked = Needs._make((*needs[:6], any(needs[6:8]), any(needs[8:])))
-        found = step.backward(grad, known_h, known_u, index, asked)[: len(needs)]
+    *u, index = rest[: 1 if len(rest[-1]) == len(_GRADIENTS) else 2]
+    *values, needs = rest[len(u) + 1 :]
+    inputs = _inputs(values)
+    known = (None, None) if inputs.recompute else (h, u[0] if u else None)
+    asked = Needs._make((*needs[:6], any(needs[6:8]), any(needs[8:])))
+    with torch.cuda.device_of(values[0]):
+        step = _step(inputs, warn=False)
+        found = step.backward(grad, *known, index, asked)[: len(needs)]
     # outputs may not share memory
     return tuple([h.new_empty(0) if t is None else t for t in found])
 
 
-def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _run_backward(grad, h, None, index, rest)
-
-
-def _lora_backward(
-    grad: Tensor, h: Tensor, u: Tensor, index: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    return _run_backward(grad, h, u, index, rest)
-
-
-def _gradients_fake(h: Tensor, rest: Sequence[Any]) -> tuple[Tensor, ...]:
-    *values, needs = rest
+def _backward_fake(grad: Tensor, h: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *values, needs = rest[1 if len(rest[-1]) == len(_GRADIENTS) else 2 :]
     both = [[any(needs[i : i + 2])] * 2 for i in (6, 8)]  # a and b of a pair come together
     asked = [*needs[:6], *both[0], *both[1]][: len(needs)]
     wanted = zip(_LORA_GRADIENTS, asked, strict=False)
     return tuple(
         [values[i].new_empty(values[i].shape) if need else h.new_empty(0) for i, need in wanted]
     )
-
-
-def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _gradients_fake(h, rest)
-
-
-def _lora_backward_fake(
-    grad: Tensor, h: Tensor, u: Tensor, index: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    return _gradients_fake(h, rest)
 
 
 # --- how autograd records them -------------------------------------------------------------------
@@ -332,8 +304,8 @@ lora_backward = register_function(
     "lora_experts_backward",
     f"(Tensor grad, Tensor h, Tensor u, Tensor index, {_LORA_INPUTS}, bool[10] needs) -> "
     f"({', '.join(['Tensor'] * len(_LORA_GRADIENTS))})",
-    _lora_backward,
-    _lora_backward_fake,
+    _backward,
+    _backward_fake,
     devices=TORCH_DEVICES,
     flops=flops.lora_experts_backward,
     one_by_one=True,
@@ -343,20 +315,20 @@ lora_backward = register_function(
 lora_forward = register_function(
     "lora_experts_forward",
     f"({_LORA_INPUTS}) -> (Tensor out, Tensor h, Tensor u, Tensor index)",
-    _lora_forward,
-    _lora_forward_fake,
+    _forward,
+    _forward_fake,
     _recorded((9, 14, 15), _LORA_GRADIENTS, lora_backward),
     devices=TORCH_DEVICES,
     flops=flops.lora_experts_forward,
 )
 
 
-def fused_experts(call: ExpertsCall, recompute: bool, adapters: Adapters = UNADAPTED) -> Tensor:
+def fused_experts(call: ExpertsCall, recompute: bool, adapters: Adapters | None = None) -> Tensor:
     """Differentiable experts, (M, K) in the call's dtype. With `recompute`, or with adapters and
     without gradients, nothing is kept for the backward pass but the inputs and the order of the
     pairs.
     """
-    if adapters == UNADAPTED:
+    if adapters is None:
         return forward(*op_values(call, recompute))[0]
     values: list[Any] = []
     for one in adapters:

@@ -31,7 +31,7 @@ def nibbles_in_order(word: int) -> list[int]:
 
 
 def decoded(word: int, factors: int, offsets: list[int]) -> list[float]:
-    return run("int4_words", word, *[factors] * 4, *offsets, source="training/decode.py")
+    return run("int4_words", word, *[factors] * 4, *offsets, source="mixed_gemm/columns.py")
 
 
 def test_constants():
