@@ -186,11 +186,12 @@ def _backward(grad: Tensor, h: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *u, index = rest[: 1 if len(rest[-1]) == len(_GRADIENTS) else 2]
     *values, needs = rest[len(u) + 1 :]
     inputs = _inputs(values)
-    known = (None, None) if inputs.recompute else (h, u[0] if u else None)
+    known = None if inputs.recompute else h
+    known_u = u[0] if u and not inputs.recompute else None
     asked = Needs._make((*needs[:6], any(needs[6:8]), any(needs[8:])))
     with torch.cuda.device_of(values[0]):
         step = _step(inputs, warn=False)
-        found = step.backward(grad, *known, index, asked)[: len(needs)]
+        found = step.backward(grad, known, known_u, index, asked)[: len(needs)]
     # outputs may not share memory
     return tuple([h.new_empty(0) if t is None else t for t in found])
 
