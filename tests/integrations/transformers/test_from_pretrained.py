@@ -16,129 +16,25 @@ files = pytest.importorskip("safetensors.torch")
 
 from moe_ops.integrations.transformers import MoeOpsConfig, attach, quantize
 from tests.integrations.transformers import test_families
-
-IDS = torch.tensor([[27, 54, 47, 78, 38], [4, 29, 33, 45, 61]])
-E, H, INNER = 4, 256, 128
-
-
-def qwen(layers=2, **options):
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=H,
-        intermediate_size=256,
-        moe_intermediate_size=INNER,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=E,
-        num_experts_per_tok=2,
-        vocab_size=96,
-        **options,
-    )
-    torch.manual_seed(0)
-    return transformers.Qwen3MoeForCausalLM(config).eval()
-
-
-def mixtral(layers=1):
-    config = transformers.MixtralConfig(
-        hidden_size=H,
-        intermediate_size=INNER,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=E,
-        vocab_size=96,
-    )
-    torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(config).eval()
-
-
-def gpt_oss():
-    config = transformers.GptOssConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_local_experts=E,
-        head_dim=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts_per_tok=2,
-        vocab_size=96,
-    )
-    torch.manual_seed(0)
-    model = transformers.GptOssForCausalLM(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2 and p.shape[0] == E:
-                p.normal_()  # the biases
-    return model
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=IDS, use_cache=False).logits
-
-
-def relative(got, want):
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
-
-
-def load(folder, *args, **options):
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=MoeOpsConfig(*args), dtype=torch.float32, **options
-    )
-
-
-def save_plain(model, folder, dtype=torch.bfloat16):
-    """The model's own checkpoint, as transformers writes it: one tensor for each expert's
-    projection."""
-    with torch.no_grad():
-        for p in model.parameters():  # not its buffers, which no file holds
-            p.copy_(p.to(dtype))
-    copy.deepcopy(model).to(dtype).save_pretrained(folder)
-    return folder
-
-
-def requantize(folder, writer, original, part=""):
-    """Replace all matrices of the layers whose names have this part by a writer's; the plain model
-    gets their values.
-    """
-    save_plain(original, folder)
-    tensors = files.load_file(folder / "model.safetensors")
-    for name in list(tensors):
-        module = name.removesuffix(".weight")
-        if ".layers." not in name or tensors[name].dim() != 2 or module.endswith("gate"):
-            continue
-        if part not in name:
-            continue
-        expert = re.search(r"experts\.(\d+)", name)
-        writer.factor = 1.0 + int(expert[1]) if expert else 1.0
-        parts, values = writer.matrix(*tensors.pop(name).shape)
-        tensors |= {f"{module}.{part}": t.contiguous() for part, t in parts.items()}
-        set_values(original, module, torch.from_numpy(values).float())
-    files.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": writer.config})
-    )
-
-
-def set_values(model, module, values):
-    with torch.no_grad():
-        if ".experts." not in module:
-            model.get_submodule(module).weight.copy_(values)
-            return
-        path, expert, name = module.replace("block_sparse_moe", "mlp").rsplit(".", 2)
-        experts = model.get_submodule(path)
-        if name in ("down_proj", "w2"):
-            experts.down_proj[int(expert)] = values
-        else:
-            first = name in ("gate_proj", "w1")
-            rows = slice(0, INNER) if first else slice(INNER, None)
-            experts.gate_up_proj[int(expert), rows] = values
-
-
-def weights_of(model):
-    return {n: p for n, p in model.named_parameters() if getattr(p, "scheme", None)}
+from tests.integrations.transformers.checkpoints import (
+    INNER,
+    E,
+    H,
+    edit_config,
+    gpt_oss,
+    load,
+    mixtral,
+    qwen,
+    replace_stacks,
+    requantize,
+    rewrite,
+    save_plain,
+    schemes_of,
+    set_config,
+    weights_of,
+)
+from tests.integrations.transformers.test_families import relative
+from tests.integrations.transformers.test_models import logits
 
 
 @pytest.mark.parametrize("form", WRITERS)
@@ -168,23 +64,16 @@ def test_every_format_gives_the_logits_of_its_values(form, tmp_path):
 def test_gpt_oss_mxfp4_checkpoint(tmp_path):
     """Blocks and scales of interleaved gate and up rows, as gpt-oss has them, beside its
     biases."""
-    original = gpt_oss()
-    save_plain(original, tmp_path)
-    tensors = files.load_file(tmp_path / "model.safetensors")
-    rng = np.random.default_rng(1)
-    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
-        weight = original.get_parameter(name)  # (E, columns, rows)
+    original, rng = gpt_oss(), np.random.default_rng(1)
+
+    def parts(weight):
         (blocks, scales), values = gpt_oss_blocks(rng, E, weight.shape[2], weight.shape[1])
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        del tensors[name]
-        with torch.no_grad():
-            weight.copy_(torch.from_numpy(values).float().transpose(1, 2))
-    files.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    text = json.loads((tmp_path / "config.json").read_text())
-    text["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
-    (tmp_path / "config.json").write_text(json.dumps(text))
+        return {"_blocks": blocks, "_scales": scales}, torch.from_numpy(values).float().mT
+
+    replace_stacks(tmp_path, original, parts)
+    set_config(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": []})
     loaded = load(tmp_path)
-    assert {w.scheme for w in weights_of(loaded).values()} == {"mxfp4_w4a16"}
+    assert schemes_of(loaded) == {"mxfp4_w4a16"}
     assert relative(logits(loaded), logits(original)) < 1e-5
     saved = tmp_path / "saved"
     loaded.save_pretrained(saved)
@@ -235,7 +124,7 @@ def test_gpt_oss_of_transformers_own_mxfp4_kernels():
     assert type(unloaded.model.layers[0].mlp.experts).__name__ == "Mxfp4GptOssExperts"
     report = attach(model)
     assert report.layers[0].path == "fused_experts" and "swigluoai" in str(report)
-    assert {w.scheme for w in weights_of(model).values()} == {"mxfp4_w4a16"}
+    assert schemes_of(model) == {"mxfp4_w4a16"}
     assert relative(logits(model), logits(original)) < 1e-5
 
 
@@ -309,13 +198,11 @@ def test_single_quantized_experts_of_a_family_that_stacks_them(tmp_path):
                 values.append(torch.from_numpy(value))
             weight.data[e] = torch.cat(values).float().T
     files.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    text = json.loads((tmp_path / "config.json").read_text())
-    text["quantization_config"] = writer.config
-    (tmp_path / "config.json").write_text(json.dumps(text))
+    set_config(tmp_path, writer.config)
     loaded = type(original).from_pretrained(
         tmp_path, quantization_config=MoeOpsConfig(), dtype=torch.float32
     )
-    assert {w.scheme for w in weights_of(loaded).values()} == {"int4_w4a16:g32"}
+    assert schemes_of(loaded) == {"int4_w4a16:g32"}
     assert relative(logits(loaded), logits(original)) < 1e-5
 
 
@@ -369,8 +256,7 @@ def test_saved_file_that_does_not_fit(change, reason, tmp_path):
     save_plain(qwen(1), tmp_path / "plain")
     load(tmp_path / "plain", "int8_w8a16:channel").save_pretrained(tmp_path)
     if isinstance(change, dict):
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        edit_config(tmp_path, **change)
     else:
         file, name = tmp_path / "model.safetensors", f"model.layers.0.mlp.experts.{change}"
         with safetensors.safe_open(file, "pt") as opened:
@@ -415,13 +301,6 @@ def test_saved_and_loaded_again(way, scheme, tmp_path):
 
 
 # --- refusals -----------------------------------------------------------------------------------
-
-
-def rewrite(folder, change):
-    file = folder / "model.safetensors"
-    tensors = files.load_file(file)
-    change(tensors)
-    files.save_file({k: t.contiguous() for k, t in tensors.items()}, file, {"format": "pt"})
 
 
 LAST = "model.layers.1.mlp.experts.3"
@@ -488,16 +367,7 @@ def test_what_from_pretrained_refuses(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             MoeOpsConfig(*arguments)
-    odd = transformers.MixtralConfig(
-        hidden_size=96,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=E,
-        vocab_size=96,
-    )
-    save_plain(transformers.MixtralForCausalLM(odd), tmp_path / "odd")
+    save_plain(mixtral(hidden_size=96, intermediate_size=64), tmp_path / "odd")
     with pytest.raises(
         ValueError,
         match=r"experts.gate_up_proj of shape \(4, 128, 96\) cannot have scheme 'int4_w4a16:g128'",
@@ -590,7 +460,7 @@ def test_groups_of_attention_and_experts(tmp_path):
     }
     requantize(tmp_path, writer, original)
     loaded = load(tmp_path)
-    assert {w.scheme for w in weights_of(loaded).values()} == {"int4_w4a16:g32"}
+    assert schemes_of(loaded) == {"int4_w4a16:g32"}
     assert relative(logits(loaded), logits(original)) < 1e-5
 
 
@@ -605,9 +475,7 @@ def test_activations_of_matrices_that_become_plain_do_not_matter(tmp_path):
     writer.config["config_groups"] = groups
     requantize(tmp_path, writer, original)
     assert relative(logits(load(tmp_path, writer.weight_only)), logits(original)) < 1e-5
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["config_groups"] = {"group_0": attention}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    set_config(tmp_path, writer.config | {"config_groups": {"group_0": attention}})
     with pytest.raises(ValueError, match=r"experts.0.\w+.weight in .*got 'float8 group64 dyn"):
         load(tmp_path)
 

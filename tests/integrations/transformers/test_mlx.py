@@ -11,34 +11,25 @@ transformers = pytest.importorskip("transformers")
 files = pytest.importorskip("safetensors.torch")
 
 from moe_ops.integrations.transformers import MoeOpsConfig
-from tests.integrations.transformers.test_from_pretrained import (
-    IDS,
+from tests.integrations.transformers.checkpoints import (
+    assert_same_values,
+    edit_config,
     gpt_oss,
     load,
-    logits,
     mixtral,
     qwen,
-    relative,
     rewrite,
     save_plain,
-    weights_of,
+    schemes_of,
+    tiny,
 )
+from tests.integrations.transformers.test_families import relative
+from tests.integrations.transformers.test_models import IDS, logits
 
 
 def granite():
-    config = transformers.GraniteMoeConfig(
-        hidden_size=256,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=96,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    return transformers.GraniteMoeForCausalLM(config).eval()
+    sizes = {"intermediate_size": 128, "num_local_experts": 4, "tie_word_embeddings": True}
+    return tiny("GraniteMoe", **sizes)
 
 
 # the model, what its file calls the experts, and its routers
@@ -59,7 +50,6 @@ def mlx(folder, kind, writer):
     save_plain(model, folder)
     tensors = files.load_file(folder / "model.safetensors")
     tensors = {n: t for n, t in tensors.items() if "experts" not in n and "block_sparse" not in n}
-    config = json.loads((folder / "config.json").read_text())
     said = dict(writer.config)
 
     def quantized(name, shape, by):
@@ -97,8 +87,7 @@ def mlx(folder, kind, writer):
         embed = model.model.embed_tokens.weight
         embed.copy_(quantized("model.embed_tokens", tuple(embed.shape), writer))
     files.save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
-    config |= {"quantization": said, "quantization_config": said}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, quantization=said, quantization_config=said)
     return model
 
 
@@ -107,12 +96,8 @@ def mlx(folder, kind, writer):
 def test_the_logits_of_its_values(kind, bits, tmp_path):
     original = mlx(tmp_path, kind, MLX(bits=bits, group=32))
     loaded = load(tmp_path)
-    schemes = {w.scheme for w in weights_of(loaded).values()}
-    assert schemes == {f"int{bits}_w{bits}a16:g32:min"}
-    for name, p in loaded.named_parameters():
-        got = p.dequantize(torch.float32) if hasattr(p, "scheme") else p
-        want = original.get_parameter(name)
-        assert torch.equal(got, want) or relative(got, want) < 1e-6, name
+    assert schemes_of(loaded) == {f"int{bits}_w{bits}a16:g32:min"}
+    assert_same_values(loaded, original)
     assert relative(logits(loaded), logits(original)) < 1e-5
 
 
@@ -122,16 +107,16 @@ def test_it_is_saved_and_read_again(tmp_path):
     loaded.save_pretrained(tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert torch.equal(logits(again), logits(loaded))
-    assert {w.scheme for w in weights_of(again).values()} == {"int4_w4a16:g64:min"}
+    assert schemes_of(again) == {"int4_w4a16:g64:min"}
 
 
 def test_embeddings_whose_group_size_is_not_that_of_their_fields(tmp_path):
     """64 columns in 4 bits look like 32 in 8: of those the model has another number."""
     mlx(tmp_path, "qwen3_moe", MLX())
     config = json.loads((tmp_path / "config.json").read_text())
-    for field in ("quantization", "quantization_config"):
-        config[field]["model.embed_tokens"] = {"group_size": 32, "bits": 8}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    fields = ("quantization", "quantization_config")
+    other = {"model.embed_tokens": {"group_size": 32, "bits": 8}}
+    edit_config(tmp_path, **{field: config[field] | other for field in fields})
     message = r"embed_tokens.weight must have shape \(96, 256\), got \(96, 128\) from .*embed_tok"
     with pytest.raises(ValueError, match=message):
         load(tmp_path)

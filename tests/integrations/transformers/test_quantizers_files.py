@@ -29,19 +29,24 @@ files = pytest.importorskip("safetensors.torch")
 
 from moe_ops.integrations.checkpoints import Checkpoint
 from moe_ops.integrations.transformers import MoeOpsConfig
-from tests.integrations.transformers.test_families import build
-from tests.integrations.transformers.test_from_pretrained import (
+from tests.integrations.transformers.checkpoints import (
+    assert_same_values,
     gpt_oss,
     load,
-    logits,
     mixtral,
     qwen,
-    relative,
+    replace_stacks,
     requantize,
     rewrite,
     save_plain,
+    schemes_of,
+    set_config,
+    tiny,
+    values_of,
     weights_of,
 )
+from tests.integrations.transformers.test_families import build, relative
+from tests.integrations.transformers.test_models import logits
 
 EVERY_TOKEN = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 GROUPS = {  # writer -> how the class Linear rounds activations, and the experts' scheme
@@ -69,25 +74,8 @@ def test_targets_name_modules_of_the_model(form, target, tmp_path):
     writer.config = writer.config | {"config_groups": groups}  # its class has the old one
     requantize(tmp_path, writer, original)
     loaded = load(tmp_path)
-    assert {w.scheme for w in weights_of(loaded).values()} == {scheme}
+    assert schemes_of(loaded) == {scheme}
     assert relative(logits(loaded), logits(original)) < 1e-5
-
-
-def values_of(model):
-    with torch.no_grad():
-        return {
-            name: p.dequantize() if hasattr(p, "scheme") else p
-            for name, p in model.named_parameters()
-        }
-
-
-def assert_same_values(loaded, original):
-    """Every parameter, to what fp32 leaves of the writer's float64 values."""
-    got, want = values_of(loaded), values_of(original)
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        same = torch.equal(got[name], value)  # zeros
-        assert same or relative(got[name], value) < 1e-6, name
 
 
 def configure(writer, **config):
@@ -118,7 +106,7 @@ def test_names_of_the_model_in_a_family_with_names_of_its_own(names, tmp_path):
     requantize(tmp_path, copy.deepcopy(WRITERS["ct_int4"]), original)
     change_names(tmp_path, *names)
     loaded = load(tmp_path)
-    assert {w.scheme for w in weights_of(loaded).values()} == {"int4_w4a16:g32"}
+    assert schemes_of(loaded) == {"int4_w4a16:g32"}
     assert_same_values(loaded, original)
 
 
@@ -167,11 +155,6 @@ def one_by_one(folder, original, writer):
     set_config(folder, writer.config)
 
 
-def set_config(folder, config):
-    text = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
-
-
 @pytest.mark.parametrize("form", ["ct_int4", "ct_mxfp4", "ct_fp8"])
 def test_gpt_oss_with_gate_and_up_of_each_expert(form, tmp_path):
     writer, original = copy.deepcopy(WRITERS[form]), gpt_oss()
@@ -213,7 +196,7 @@ def test_plain_experts_beside_quantized_attention(scheme, tmp_path):
     original = qwen(1)
     requantize(tmp_path, copy.deepcopy(WRITERS["ct_int4"]), original, "self_attn")
     loaded = load(tmp_path, scheme)
-    schemes = {w.scheme for w in weights_of(loaded).values()}
+    schemes = schemes_of(loaded)
     assert schemes == ({"int8_w8a16:channel"} if scheme else set())
     if scheme is None:
         assert_same_values(loaded, original)
@@ -370,7 +353,7 @@ def test_values_and_schemes_of_tools(case, tmp_path):
     writer, original = copy.deepcopy(writer), qwen(1)
     requantize(tmp_path, writer, original)
     loaded = load(tmp_path)
-    assert {w.scheme for w in weights_of(loaded).values()} == {scheme}
+    assert schemes_of(loaded) == {scheme}
     assert_same_values(loaded, original)
 
 
@@ -428,7 +411,7 @@ def test_elements_by_expert_and_stacked_scales(tmp_path):
 
     rewrite(tmp_path, stack)
     loaded = load(tmp_path)
-    assert {w.scheme for w in weights_of(loaded).values()} == {"fp8_block"}
+    assert schemes_of(loaded) == {"fp8_block"}
     assert_same_values(loaded, original)
     checkpoint = Checkpoint(tmp_path)
     for names, weight in (
@@ -447,46 +430,26 @@ def test_elements_by_expert_and_stacked_scales(tmp_path):
 def test_stacks_of_modelopt_have_pairs_along_the_columns(tmp_path):
     """gpt_oss in NVFP4: (E, K/2, N) as the model has it, one global scale for all experts."""
     original = gpt_oss()
-    save_plain(original, tmp_path)
 
-    def change(tensors):
-        for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
-            weight = original.get_parameter(name)
-            E, K, N = weight.shape
-            parts, values = NVFP4(modelopt=True).matrix(E * N, K)
-            parts["values"] = torch.from_numpy(values).float()
-            turned = {
-                role: t.view(E, N, -1).transpose(1, 2).contiguous()
-                for role, t in parts.items()
-                if t.dim()
-            }
-            tensors[name], weight.data = turned["weight"], turned["values"]
-            tensors[f"{name}_weight_scale"] = turned["weight_scale"]
-            for role in ("weight_scale_2", "input_scale"):
-                tensors[f"{name}_{role}"] = parts[role]
+    def parts(weight):
+        E, K, N = weight.shape
+        found, values = NVFP4(modelopt=True).matrix(E * N, K)
+        found["values"] = torch.from_numpy(values).float()
+        found |= {role: t.view(E, N, -1).mT for role, t in found.items() if t.dim()}
+        values = found.pop("values")
+        return {"": found.pop("weight"), **{f"_{r}": t for r, t in found.items()}}, values
 
-    rewrite(tmp_path, change)
+    replace_stacks(tmp_path, original, parts)
     set_config(tmp_path, NVFP4(modelopt=True).config)
     loaded = load(tmp_path)
-    assert {w.scheme for w in weights_of(loaded).values()} == {"nvfp4"}
+    assert schemes_of(loaded) == {"nvfp4"}
     assert_same_values(loaded, original)
 
 
 def llama4():
-    config = transformers.Llama4TextConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        intermediate_size_mlp=64,
-        num_hidden_layers=1,
-        num_local_experts=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=96,
-        moe_layers=[0],
-    )
-    torch.manual_seed(0)
-    model = transformers.Llama4ForCausalLM(config).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64}
+    sizes |= {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 16, "moe_layers": [0]}
+    model = tiny("Llama4", **sizes)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 3:
@@ -496,20 +459,16 @@ def llama4():
 
 def fp8_stacks(folder, original, algorithm, scales, **more):
     """ModelOpt's, which lie as the model's: (E, K, N), with one scale or one for each expert."""
-    save_plain(original, folder)
     generator = torch.Generator().manual_seed(1)
 
-    def change(tensors):
-        for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
-            weight = original.get_parameter(name)
-            codes = torch.randn(weight.shape, generator=generator) * 40
-            codes = codes.to(torch.float8_e4m3fn)
-            scale = 0.002 + 0.003 * torch.rand(scales, generator=generator)
-            weight.data = (codes.double() * scale.double().view(*scales, 1, 1)).float()
-            tensors[name], tensors[f"{name}_weight_scale"] = codes, scale
-            tensors |= {f"{name}_{role}": value.clone() for role, value in more.items()}
+    def parts(weight):
+        codes = (torch.randn(weight.shape, generator=generator) * 40).to(torch.float8_e4m3fn)
+        scale = 0.002 + 0.003 * torch.rand(scales, generator=generator)
+        values = (codes.double() * scale.double().view(*scales, 1, 1)).float()
+        more_parts = {f"_{role}": value for role, value in more.items()}
+        return {"": codes, "_weight_scale": scale, **more_parts}, values
 
-    rewrite(folder, change)
+    replace_stacks(folder, original, parts)
     set_config(folder, {"quant_method": "modelopt", "quant_algo": algorithm})
 
 
@@ -525,7 +484,7 @@ def test_fp8_stacks_of_modelopt_lie_as_the_models(make, algorithm, tmp_path):
     original, (scales, more, scheme) = make(), FP8_STACKS[algorithm]
     fp8_stacks(tmp_path, original, algorithm, scales, **more)
     loaded = load(tmp_path)
-    assert {w.scheme for w in weights_of(loaded).values()} == {scheme}
+    assert schemes_of(loaded) == {scheme}
     assert_same_values(loaded, original)
 
 
@@ -590,7 +549,7 @@ def test_smoothed_attention_and_experts_without_factors(tmp_path):
     for name, values in more.items():
         original.get_parameter(name).data = values.data
     loaded = load(tmp_path)
-    assert {w.scheme for w in weights_of(loaded).values()} == {"int8_w8a8_static"}
+    assert schemes_of(loaded) == {"int8_w8a8_static"}
     assert_same_values(loaded, original)
     k_proj = "model.layers.0.self_attn.k_proj.pre_quant_scale"
     rewrite(tmp_path, lambda t: t.update({k_proj: t[k_proj][:-1]}))
@@ -619,16 +578,14 @@ def test_torchao_attention_beside_plain_experts(tmp_path):
 
 def test_stacks_of_modelopt_with_groups_of_rows(tmp_path):
     """gpt_oss in MXFP4: (E, K, N/2), where down_proj is square and shapes would fit either way."""
-    original = gpt_oss()
-    save_plain(original, tmp_path)
 
-    def change(tensors):
-        for name in [n for n in tensors if n.endswith("down_proj")]:
-            E, K, N = tensors[name].shape
-            tensors[name] = torch.zeros(E, K, N // 2, dtype=torch.uint8)
-            tensors[f"{name}_weight_scale"] = torch.full((E, K, N // 32), 127, dtype=torch.uint8)
+    def parts(weight):
+        E, K, N = weight.shape
+        scales = torch.full((E, K, N // 32), 127, dtype=torch.uint8)
+        codes = torch.zeros(E, K, N // 2, dtype=torch.uint8)
+        return {"": codes, "_weight_scale": scales}, weight.data
 
-    rewrite(tmp_path, change)
+    replace_stacks(tmp_path, gpt_oss(), parts, "down_proj")
     set_config(tmp_path, ModelOptMXFP4.config)
     with pytest.raises(ValueError, match="down_proj in .* groups lie along the rows"):
         load(tmp_path)
@@ -722,7 +679,7 @@ def test_gate_and_up_with_different_scales_of_a_matrix(case, tmp_path):
     original = qwen(1)
     requantize(tmp_path, configure(MatrixFP8(), **config), original)
     loaded = load(tmp_path)
-    assert {w.scheme for w in weights_of(loaded).values()} == {scheme}
+    assert schemes_of(loaded) == {scheme}
     assert_same_values(loaded, original)
     assert_same_values(load(tmp_path, "fp8_w8a16:channel"), original)
     with pytest.raises(ValueError, match="scheme must be one whose weights are stored as"):

@@ -2,7 +2,6 @@
 up_proj, as each tool writes them."""
 
 import copy
-import json
 import re
 
 import pytest
@@ -17,15 +16,15 @@ files = pytest.importorskip("safetensors.torch")
 from moe_ops.integrations.checkpoints import Checkpoint
 from moe_ops.integrations.checkpoints.files import TensorFiles
 from tests.integrations.checkpoints.test_configs import ModelOptFP8
-from tests.integrations.transformers.test_from_pretrained import (
+from tests.integrations.transformers.checkpoints import (
+    assert_same_values,
     load,
-    logits,
     qwen,
-    relative,
-    save_plain,
-    set_values,
+    replace_matrices,
+    set_config,
 )
-from tests.integrations.transformers.test_quantizers_files import assert_same_values
+from tests.integrations.transformers.test_families import relative
+from tests.integrations.transformers.test_models import logits
 
 EXPERTS = "model.layers.0.mlp.experts"
 DOWN = "re:.*down_proj$"
@@ -115,26 +114,16 @@ def write(folder, original, first: Writer, down: Writer | None, config: dict, od
     """A checkpoint whose experts these writers made; ``odd`` that of expert 2's down_proj. The
     plain model gets their values.
     """
-    save_plain(original, folder)
     first, down, odd = copy.deepcopy((first, down, odd))  # the same seed
-    tensors = files.load_file(folder / "model.safetensors")
-    for name in list(tensors):
-        found = re.fullmatch(r"(.*\.experts\.(\d+)\.(\w+))\.weight", name)
-        if found is None:
-            continue
-        module, expert, projection = found.groups()
-        writer = down if projection == "down_proj" else first
-        if odd is not None and (expert, projection) == ("2", "down_proj"):
-            writer = odd
-        if writer is None:
-            continue
-        writer.factor = 1.0 + int(expert)
-        parts, values = writer.matrix(*tensors.pop(name).shape)
-        tensors |= {f"{module}.{part}": t.contiguous() for part, t in parts.items()}
-        set_values(original, module, torch.from_numpy(values).float())
-    files.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(said | {"quantization_config": config}))
+
+    def writer_of(module):
+        found = re.search(r"\.experts\.(\d+)\.(\w+)$", module)
+        if found is None or found[2] != "down_proj":
+            return found and first
+        return odd if odd is not None and found[1] == "2" else down
+
+    replace_matrices(folder, writer_of, original)
+    set_config(folder, config)
 
 
 def schemes(model) -> set[tuple[str, str]]:
@@ -177,9 +166,7 @@ def test_experts_that_differ_are_refused_from_the_headers(case, tmp_path, monkey
     monkeypatch.setattr(TensorFiles, "read", lambda *_, **__: pytest.fail("a weight was read"))
     if case == "GPTQModel, left out":  # the pattern spares this expert
         pattern = r"-:.*experts\.[013]\.down_proj"
-        said = json.loads((tmp_path / "config.json").read_text())
-        said["quantization_config"]["dynamic"] = {pattern: {}}
-        (tmp_path / "config.json").write_text(json.dumps(said))
+        set_config(tmp_path, config | {"dynamic": {pattern: {}}})
     for read in (load, lambda folder: Checkpoint(folder).expert_weight(EXPERTS, ("down_proj",))):
         with pytest.raises(ValueError, match=r"experts\.2\.down_proj\.\w+ in .*safetensors"):
             read(tmp_path)
