@@ -34,11 +34,13 @@ ELSEWHERE = {
 }
 
 
+FAMILIES = tomllib.loads(TABLE.read_text())["families"]
+
+
 def names() -> set[str]:
     """Of the families, as regular expressions: the whole ones, and the words they begin with."""
-    rows = tomllib.loads(TABLE.read_text())["families"]
-    words = {re.match("[a-z]+", name)[0] for name in rows}
-    return {name.replace("_", "[-_. ]?") for name in {*rows, *words} - WORDS if len(name) > 3}
+    words = {re.match("[a-z]+", name)[0] for name in FAMILIES}
+    return {name.replace("_", "[-_. ]?") for name in {*FAMILIES, *words} - WORDS if len(name) > 3}
 
 
 def named(text: str) -> set[str]:
@@ -55,6 +57,15 @@ def test_no_other_file_names_a_family():
     wrong = {file: words for file, words in found.items() if file not in ELSEWHERE}
     assert not wrong, f"move what is particular to a family into {TABLE.name}: {wrong}"
     assert found, "no name was found at all"
+
+
+def test_the_document_says_what_every_router_is():
+    text = (ROOT / "docs" / "transformers.md").read_text()
+    rows = re.findall(r"^\| (?:soft|sig|sqrt).* \| (.*) \|$", text, re.M)
+    listed = [name for row in rows for name in row.split(", ")]
+    assert sorted(listed) == sorted(name for name, row in FAMILIES.items() if "routers" in row)
+    left = re.search(r"Of families with\nrouters these are: (.*?)\n\n", text, re.S)[1]
+    assert not {name for name, row in FAMILIES.items() if "not_covered" in row and name not in left}
 
 
 @pytest.mark.parametrize(
