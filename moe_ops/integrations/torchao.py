@@ -21,7 +21,6 @@ from torch import nn
 from moe_ops import environment
 from moe_ops.nn.modules import Experts
 from moe_ops.schemes import get_scheme
-from moe_ops.tensors import check_quantizable, quantize
 
 with environment.importing_torchao():
     from torchao.core.config import AOBaseConfig
@@ -76,12 +75,7 @@ def _quantize_experts(
         assert integration is not None
         integration.quantize_weights(module, config.scheme, parameter_name)
         return module
-    names = (module.w13_name, "down_proj") if parameter_name is None else (parameter_name,)
-    for name in names:
-        check_quantizable(name, getattr(module, name), config.scheme)
-    for name in names:
-        weight = quantize(getattr(module, name).detach(), config.scheme)
-        setattr(module, name, nn.Parameter(weight, requires_grad=False))
+    module.quantize(config.scheme, only=parameter_name or "")
     return module
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moe_ops.checks import check_size, check_type
 from moe_ops.nn.layer import MoELayer
+from moe_ops.nn.spread import label_of
 from moe_ops.parallel import invariance
 from moe_ops.parallel.agreement import check_agreement
 from moe_ops.parallel.columns import shard_w2, shard_w13
@@ -97,7 +98,7 @@ def distribute(
                 parallel,
                 group,
                 max_num_tokens=max_num_tokens,
-                label=f"MoELayer {name}" if name else f"a MoELayer of {layer.num_experts} experts",
+                label=label_of(name, layer.num_experts),
             ),
         )
         for name, layer in layers.items()

@@ -37,7 +37,7 @@ from moe_ops.parallel.dispatch import Dispatcher
 from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement
 from moe_ops.routing.methods import RoutingMethod, check_method
 from moe_ops.routing.route import router_probabilities
-from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.schemes import QuantScheme
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -432,23 +432,7 @@ class MoELayer(KeepsBuffers):
                 static activation scales, sizes that it does not take, weights that are quantized
                 already, parametrized or not finite.
         """
-        from moe_ops.tensors import quantize
-        from moe_ops.tensors.checks import check_quantizable, checked_activation_scale
-
-        scheme, experts = get_scheme(scheme), self.experts
-        names = (experts.w13_name, "down_proj")
-        for name in names:
-            weight = getattr(experts, name)
-            if name not in experts._parameters:
-                raise ValueError(
-                    f"experts.{name} must be a parameter, got what a parametrization computes; "
-                    "remove it with torch.nn.utils.parametrize.remove_parametrizations"
-                )
-            check_quantizable(f"experts.{name}", weight, scheme)
-            checked_activation_scale(None, scheme, weight.device, weight.shape[0])
-        for name in names:
-            weight = quantize(getattr(experts, name), scheme)
-            setattr(experts, name, nn.Parameter(weight, requires_grad=False))
+        self.experts.quantize(scheme, "experts.")
         return self
 
     def place_experts(self, expert_map: Tensor) -> None:

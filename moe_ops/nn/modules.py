@@ -20,6 +20,7 @@ from moe_ops.checks import check_tensor
 from moe_ops.routing.methods import RoutingMethod
 from moe_ops.routing.route import route
 from moe_ops.routing.tokens import route_tokens, router_linear
+from moe_ops.schemes import QuantScheme, get_scheme
 
 _INIT_STD = 0.02
 
@@ -116,6 +117,27 @@ class Experts(nn.Module):
     @property
     def w13_bias(self) -> Tensor | None:  # (E_local, N)
         return getattr(self, f"{self.w13_name}_bias")
+
+    def quantize(self, scheme: str | QuantScheme, called: str = "", only: str = "") -> None:
+        """Replace the weights, or one alone, by quantized ones that require no gradient; all are
+        checked before the first one changes. Errors say ``called`` before a weight's name.
+        """
+        from moe_ops.tensors import quantize
+        from moe_ops.tensors.checks import check_quantizable, checked_activation_scale
+
+        scheme, names = get_scheme(scheme), (only,) if only else (self.w13_name, "down_proj")
+        for name in names:
+            weight = getattr(self, name)
+            if name not in self._parameters:
+                raise ValueError(
+                    f"{called}{name} must be a parameter, got what a parametrization computes; "
+                    "remove it with torch.nn.utils.parametrize.remove_parametrizations"
+                )
+            check_quantizable(f"{called}{name}", weight, scheme)
+            checked_activation_scale(None, scheme, weight.device, weight.shape[0])
+        for name in names:
+            weight = quantize(getattr(self, name).detach(), scheme)
+            setattr(self, name, nn.Parameter(weight, requires_grad=False))
 
     def extra_repr(self) -> str:
         num_experts, hidden_size, width = self.down_proj.shape

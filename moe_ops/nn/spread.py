@@ -50,7 +50,7 @@ def spread_of(
             parallel,
             group,
             max_num_tokens=config.max_num_tokens,
-            label=f"MoELayer {name}" if name else f"a MoELayer of {config.num_experts} experts",
+            label=label_of(name, config.num_experts),
         )
         if "expert_map" in options:
             raise ValueError(
@@ -96,6 +96,11 @@ def spread_of(
             "the bias of the second projection; use expert parallelism"
         )
     return Spread(settings, dispatcher, not_invariant, slots)
+
+
+def label_of(name: str, num_experts: int) -> str:
+    """What errors of communication call a layer."""
+    return f"MoELayer {name}" if name else f"a MoELayer of {num_experts} experts"
 
 
 class SpreadLayer(Protocol):
@@ -178,11 +183,18 @@ def _records_gradients(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> b
     """Whether the experts run as calls that record gradients do."""
     if getattr(layer, "lora", None) is not None:
         return True
+    experts = layer.experts  # whose weights may be no parameters
+    return _wants_gradients(x, topk_weights, experts.w13, experts.down_proj, *_biases(experts))
+
+
+def _biases(experts: Experts) -> tuple[Tensor | None, Tensor | None]:
+    return experts.w13_bias, experts.down_proj_bias
+
+
+def _wants_gradients(*tensors: Tensor | None) -> bool:
     if not torch.is_grad_enabled():
         return False
-    experts = layer.experts  # whose weights may be no parameters
-    weights = (experts.w13, experts.down_proj, experts.w13_bias, experts.down_proj_bias)
-    return any([t is not None and t.requires_grad for t in (x, topk_weights, *weights)])
+    return any([t is not None and t.requires_grad for t in tensors])
 
 
 def _sends_quantized(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> bool:
@@ -196,11 +208,9 @@ def _sends_quantized(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> boo
         return False
     if getattr(layer, "lora", None) is not None or autocasting(x.device):
         return False
-    experts = layer.experts
-    parts = (x, topk_weights, experts.w13_bias, experts.down_proj_bias)
-    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in parts]):
+    if _wants_gradients(x, topk_weights, *_biases(layer.experts)):
         return False
-    return wire.why_not_quantized(experts.w13, x.shape[1], layer.backend) is None
+    return wire.why_not_quantized(layer.experts.w13, x.shape[1], layer.backend) is None
 
 
 def _sends_later(layer: SpreadLayer) -> bool:

@@ -146,13 +146,8 @@ def _gathering(original: Callable) -> Callable:
         save_on_this_rank: bool = True,
     ) -> dict[str, Any]:
         if distributed_config is None or not _is_quantized(model_to_save):
-            return original(
-                self,
-                model_to_save,
-                state_dict,
-                distributed_config,
-                save_on_this_rank=save_on_this_rank,
-            )
+            given = self, model_to_save, state_dict, distributed_config
+            return original(*given, save_on_this_rank=save_on_this_rank)
         saved = {}
         for name, t in state_dict.items():  # all ranks gather, and one at a time
             whole = sharding.gathered(t) if sharding.is_sharded(t) else t

@@ -85,16 +85,10 @@ def attach_layers(
             for layer in environment.progress_bar(layers, "attaching layers")
         ]
         adapted = adapters.attach_wrappers(model, layers, NAME)
-        return AttachReport(
-            tuple(
-                [
-                    replace(report, path=f"{report.path} with adapters")
-                    if report.name in adapted
-                    else report
-                    for report in reports
-                ]
-            )
-        )
+        for i, report in enumerate(reports):
+            if report.name in adapted:
+                reports[i] = replace(report, path=f"{report.path} with adapters")
+        return AttachReport(tuple(reports))
     except BaseException:
         undo()
         raise
