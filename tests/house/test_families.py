@@ -65,7 +65,8 @@ def test_the_document_says_what_every_router_is():
     listed = [name for row in rows for name in row.split(", ")]
     assert sorted(listed) == sorted(name for name, row in FAMILIES.items() if "routers" in row)
     left = re.search(r"Of families with\nrouters these are: (.*?)\n\n", text, re.S)[1]
-    assert not {name for name, row in FAMILIES.items() if "not_covered" in row and name not in left}
+    refused = [name for name, row in FAMILIES.items() if "not_covered" in row]
+    assert [name for name in refused if name not in left] == []
 
 
 @pytest.mark.parametrize(
