@@ -56,7 +56,7 @@ import moe_ops
 from moe_ops import environment
 from moe_ops.choose import mixed as mixed_configs
 from moe_ops.choose import plain
-from moe_ops.choose.table import override
+from moe_ops.choose.table import Layer, override
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.mixed_gemm import operands
@@ -152,7 +152,9 @@ def layer_of(weights: Weights, backend: str, **options: Any) -> Callable[[Tokens
 def variants(base: LayerConfig, scheme: str, shape: Experts) -> Iterator[LayerConfig]:
     """Configurations to compare with `base`, which is the one of `batch_invariant`; those that a
     GPU cannot run give a reason."""
-    K, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
+    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size  # noqa: E741
+    layer = Layer(E, E, K, I, launch.gpu(torch.cuda.current_device()))
+    one = layer._replace(pairs=shape.top_k, top_k=shape.top_k)
     yield base
     mixed = operands.describe(scheme) is not None
     fewer_stages = [g._replace(num_stages=2) for g in (base.gemm1, base.gemm2)]
@@ -170,22 +172,18 @@ def variants(base: LayerConfig, scheme: str, shape: Experts) -> Iterator[LayerCo
         yield base._replace(gemm1=shorter[0], gemm2=shorter[1])
     yield base._replace(block_m=16, direct=True, gemm1=fewer_stages[0], gemm2=fewer_stages[1])
     if mixed:
-        bits, gpu = operands.describe(scheme).bits, launch.gpu(torch.cuda.current_device())
+        bits = operands.describe(scheme).bits
         for rows in (2, 8, 16, 40):  # an expert
-            found = mixed_configs.choose_wgmma(
-                rows * shape.num_experts, shape.num_experts, K, I, bits, base.sort_chunk, gpu=gpu
-            )
+            found = mixed_configs.choose_wgmma(layer.with_rows(rows * E), bits)
             if found is not None:
                 yield found._replace(split_k=1)
                 shorter = GemmConfig(128, 128, 3, 4 if found.block_m < 64 else 8)
                 yield found._replace(split_k=1, gemm1=shorter, gemm2=shorter)
-        yield mixed_configs._choose_gemv(shape.top_k, K, I, bits, base.sort_chunk, gpu)
+        yield mixed_configs.choose_gemv(one, bits)
     elif scheme in ("", "fp8_block"):
         for rows in (30, 60, 200):
-            pairs = rows * shape.num_experts
-            yield plain._choose_tma(pairs, shape.num_experts, I, bool(scheme), True)
-        itemsize = torch.bfloat16.itemsize
-        yield plain._choose_gemv(bool(scheme), itemsize, K, I, base.sort_chunk)
+            yield plain.choose_tma(layer.with_rows(rows * E), bool(scheme), True)
+        yield plain.choose_gemv(one, bool(scheme), torch.bfloat16.itemsize)
 
 
 def name_of(config: LayerConfig) -> str:

@@ -13,7 +13,7 @@ import torch
 from moe_ops.choose import plain, rules
 from moe_ops.choose.candidates import fits_wgmma, fitted, mixed_gemv_k, token_depth
 from moe_ops.choose.rules import block_of, first, of_block, words
-from moe_ops.choose.table import ROWS_OF_ANY_BATCH, find, measured
+from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Chosen, Layer, measured
 from moe_ops.kernels.configs import (
     GEMV,
     SM90_MMA,
@@ -21,10 +21,8 @@ from moe_ops.kernels.configs import (
     SM90_WGMMA,
     GemmConfig,
     LayerConfig,
-    pairs_here,
     sort_chunk,
 )
-from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm.configs import SCALED_SUMS, parts_of_row, token_slots
 from moe_ops.kernels.mixed_gemm.operands import (
     STAGES_OF_STREAMED,
@@ -48,24 +46,20 @@ MANY_ROWS = LayerConfig(
 
 @lru_cache(maxsize=8192)
 def choose(
-    rows: int,  # pairs, or rows of the sorted input
-    groups: int,  # experts that share them
-    K: int,
-    I: int,  # noqa: E741
+    layer: Layer,
     bits: int,  # of a weight
     dtype: torch.dtype,  # of x
     direct: bool,
-    gpu: Gpu,
 ) -> LayerConfig:
     """Config of the two GEMMs of sm80_mma.py by rule."""
-    average = rows / groups
-    block_m = 8 if direct else block_of(rules.MIXED_BLOCKS, average)
+    _, experts, K, I, gpu, *_ = layer  # noqa: E741
+    block_m = 8 if direct else block_of(rules.MIXED_BLOCKS, layer.average)
     unaligned, bf16 = bool(K * bits % 128 or I * bits % 128), dtype == torch.bfloat16
     if unaligned:
         block_m = 16
     elif not bf16:
         block_m = min(max(block_m, 16), 32)
-    elif block_m == 64 and gpu.has_tma and average > 64:
+    elif block_m == 64 and gpu.has_tma and layer.average > 64:
         block_m = 128
     fp32 = dtype == torch.float32
     facts = words(unaligned=unaligned, fp32=fp32, fp16=not (bf16 or fp32), tma=gpu.has_tma)
@@ -74,39 +68,29 @@ def choose(
         block_m = 32
 
     def gemm(weight_rows: int) -> GemmConfig:
-        few = min(rows, groups) * weight_rows < 3 * gpu.multiprocessors * 64
+        few = min(layer.rows, experts) * weight_rows < 3 * gpu.multiprocessors * 64
         tile = GemmConfig(*first(rules.MIXED_GEMM, facts | words(few=few)))
         return fitted(tile, block_m, bits, dtype.itemsize, gpu)
 
-    return LayerConfig(gemm(2 * I), gemm(K), block_m, sort_chunk(rows), direct=direct)
+    return LayerConfig(gemm(2 * I), gemm(K), block_m, sort_chunk(layer.pairs), direct=direct)
 
 
-def choose_wgmma(
-    rows: int,
-    groups: int,
-    K: int,
-    I: int,  # noqa: E741
-    bits: int,
-    chunk: int,
-    many: int = 0,
-    scaling: str = "",
-    *,
-    gpu: Gpu,
-) -> LayerConfig | None:
+def choose_wgmma(layer: Layer, bits: int, many: int = 0, scaling: str = "") -> LayerConfig | None:
     """Config of the two GEMMs of sm90_wgmma.py, or None if other kernels are faster for so many
     rows: of 8 bits those of sm80_mma.py are. Of 4 bits these decode each weight as often, but more
-    slowly.
+    slowly. `many` and `scaling` are `MixedOperand.stages_of_many` and `scaling`.
     """
-    average, each = rows / groups, gpu.multiprocessors
+    _, experts, K, I, gpu, *_ = layer  # noqa: E741
+    average, each = layer.average, gpu.multiprocessors
     if bits == 8 and average > MAX_ROWS_OF_8_BITS:
         return None
     block_m = _wgmma_block(average, bits, many, scaling)
     # estimates of the blocks that have a row
-    blocks: float = max(min(rows, groups), cdiv(rows, block_m))
+    blocks: float = max(min(layer.rows, experts), cdiv(layer.rows, block_m))
     if bits == 8:
-        blocks = groups * (1 - exp(-average))
+        blocks = experts * (1 - exp(-average))
     waves = blocks * cdiv(K, 128) / each  # of GEMM2, of one block a multiprocessor
-    held = _wgmma_words(rows, groups, K, block_m, bits, many, gpu) | words(
+    held = _wgmma_words(layer, block_m, bits, many) | words(
         weights=scaling == "weights" and not many,
         sums=scaling == "sums" and block_m <= SCALED_SUMS,
         two_operands=many > 0,
@@ -116,8 +100,8 @@ def choose_wgmma(
         short2=_is_short(waves / 2),
         short3=_is_short(waves / 3),
         full=2 * waves > 3,
+        **{f"I>={least}": least <= I for least in (4096, 8192)},
     )
-    held |= {f"I>={least}" for least in (4096, 8192) if least <= I}
     gemm1 = GemmConfig(*first(rules.WGMMA_GEMM1, held | _of_columns(K) | {"w13"}))
     gemm2 = GemmConfig(*first(rules.WGMMA_GEMM2, held | _of_columns(I)))
     together = 4 if block_m <= (8 if scaling == "sums" else 16) else 3  # on a multiprocessor
@@ -125,6 +109,7 @@ def choose_wgmma(
         together = 2
     short = _is_short(blocks * cdiv(K, gemm2.block_n) / (together * each))
     split_k = first(rules.WGMMA_SPLIT_K, held | _of_columns(I) | words(short=short))
+    chunk = sort_chunk(layer.pairs)
     return LayerConfig(gemm1, gemm2, block_m, chunk, SM90_WGMMA, split_k=split_k)
 
 
@@ -143,53 +128,44 @@ def _wgmma_block(average: float, bits: int, many: int, scaling: str) -> int:
     return block_of(rules.WGMMA_BLOCKS_OF_TWO[bits] if many else rules.WGMMA_BLOCKS, average)
 
 
-def _wgmma_words(
-    rows: int, groups: int, K: int, block_m: int, bits: int, many: int, gpu: Gpu
-) -> frozenset[str]:
+def _wgmma_words(layer: Layer, block_m: int, bits: int, many: int) -> frozenset[str]:
     """The words of rules.WGMMA_GEMM and of few tiles."""
+    tiles = min(layer.rows, layer.experts) * cdiv(layer.K, 128)
     return of_block(block_m) | words(
         streamed=many == STAGES_OF_STREAMED,
         prepared=many == STAGES_OF_WORDS,
-        sparse=rows < groups,
-        few=min(rows, groups) * cdiv(K, 128) <= 2 * gpu.multiprocessors,
+        sparse=layer.rows < layer.experts,
+        few=tiles <= 2 * layer.gpu.multiprocessors,
         **{f"{bits}bit": True},
     )
 
 
-def wgmma_for_any_batch(rows: int, w13: MixedOperand, w2: MixedOperand, gpu: Gpu) -> LayerConfig:
+def wgmma_for_any_batch(layer: Layer, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
     """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows: its tiles give the
     same bits (benchmarks/batch_invariant.py), sums that SPLIT_K programs share do not.
     """
-    facts = (w13.K, w2.K, w2.format.bits, w13.segments, w2.segments)
     many = 0  # blocks of two operands have registers for one sum of each
     if w13.segments == w2.segments == 1:
         many = min(w13.stages_of_many, w2.stages_of_many)
-    return find(_wgmma_of_any_batch, (rows, w2.E, *facts, many, gpu))
+    return wgmma_of_segments(layer, w2.format.bits, w13.segments, w2.segments, many)
 
 
-def _wgmma_of_any_batch(
-    rows: int,
-    groups: int,
-    K: int,
-    I: int,  # noqa: E741
-    bits: int,
-    segments13: int,
-    segments2: int,
-    many: int,
-    gpu: Gpu,
-    tables: bool = True,
+@Chosen
+def wgmma_of_segments(
+    layer: Layer, bits: int, segments13: int, segments2: int, many: int
 ) -> LayerConfig:
-    block_m = _wgmma_block(rows / groups, bits, many, "")
-    held = _wgmma_words(rows, groups, K, block_m, bits, many, gpu)
-    gemm1 = GemmConfig(*first(rules.WGMMA_GEMM, held | _of_columns(K) | {"w13"}))
-    gemm2 = GemmConfig(*first(rules.WGMMA_GEMM, held | _of_columns(I)))
-    if {"few", "sparse"} <= held and bits == 4 and I % 256 == 0:
+    """`wgmma_for_any_batch` of rows in so many segments."""
+    block_m = _wgmma_block(layer.average, bits, many, "")
+    held = _wgmma_words(layer, block_m, bits, many)
+    gemm1 = GemmConfig(*first(rules.WGMMA_GEMM, held | _of_columns(layer.K) | {"w13"}))
+    gemm2 = GemmConfig(*first(rules.WGMMA_GEMM, held | _of_columns(layer.I)))
+    if {"few", "sparse"} <= held and bits == 4 and layer.I % 256 == 0:
         # as few programs as SPLIT_K is for: narrower tiles instead
         gemm2 = GemmConfig(64, 256, 2, 4)
     return LayerConfig(
-        _of_segments(gemm1, block_m, K, segments13),
-        _of_segments(gemm2, block_m, I, segments2),
-        *(block_m, sort_chunk(rows), SM90_WGMMA),
+        _of_segments(gemm1, block_m, layer.K, segments13),
+        _of_segments(gemm2, block_m, layer.I, segments2),
+        *(block_m, sort_chunk(layer.pairs), SM90_WGMMA),
     )
 
 
@@ -206,49 +182,37 @@ def _of_segments(config: GemmConfig, block_m: int, columns: int, segments: int) 
     return GemmConfig(128, 128, 3 if block_m == 16 else 4, num_warps)
 
 
-@lru_cache(maxsize=8192)
-def _for_experts(
-    M: int,
-    top_k: int,
-    E: int,
-    K: int,
-    I: int,  # noqa: E741
+@Chosen
+def for_experts(
+    layer: Layer,
     dtype: torch.dtype,
-    gpu: Gpu,
     scheme: str,
-    bits: int,
-    wgmma: bool = False,
-    gemv: bool = False,
-    prepared: bool = False,
-    routed: int = 0,
-    many: int = 0,
-    token: tuple[int, int] | None = None,
-    packed: bool = False,
-    scaling: str = "",
-    tables: bool = True,
+    bits: int,  # of a weight
+    wgmma: bool = False,  # the kernels of sm90_wgmma.py can run
+    gemv: bool = False,  # those of gemv.py can
+    prepared: bool = False,  # these alone read the weights' layout
+    many: int = 0,  # `MixedOperand.stages_of_many`
+    token: tuple[int, int] | None = None,  # `token_facts`, if sm90_mma.py serves one token
+    packed: bool = False,  # mixed_gemm/sm90_packed.py can run and is faster (`many_rows`)
+    scaling: str = "",  # `MixedOperand.scaling`
 ) -> LayerConfig:
-    rows = pairs_here(M * top_k, E, routed)
+    """Config of an expert layer: the one measured for its shape on its GPU, else by rule."""
     if packed:
         return MANY_ROWS
-    base = choose(rows, E, K, I, bits, dtype, M == 1, gpu)
-    base = base._replace(sort_chunk=sort_chunk(M * top_k))
+    base = choose(layer, bits, dtype, layer.pairs == layer.top_k)
     if wgmma:
-        base = choose_wgmma(rows, E, K, I, bits, base.sort_chunk, many, scaling, gpu=gpu) or base
+        base = choose_wgmma(layer, bits, many, scaling) or base
     if token is not None:
-        base = _choose_token(top_k, K, I, *token, base.sort_chunk, gpu)
+        base = choose_token(layer, *token)
     elif gemv:
-        base = _choose_gemv(top_k, K, I, bits, base.sort_chunk, gpu)
-    if not tables:
-        return base
-    routed = routed or E
-    config = measured(base, gpu, M, top_k, routed, K, I, scheme, dtype)
+        base = choose_gemv(layer, bits)
+    config = measured(base, layer, scheme, dtype)
     # A config that was measured at another M may have too small or too large blocks, and not all
     # weights of a scheme run in blocks of two operands: of fp32 scales sums are apart.
-    one_operand = config.block_m.bit_count() == 1
+    fits = fits_wgmma(config.block_m, layer.pairs / (layer.routed or layer.experts))
+    fits = fits and (many > 0 or config.block_m.bit_count() == 1)
     can_run = {
-        SM90_WGMMA: wgmma
-        and fits_wgmma(config.block_m, M * top_k / routed)
-        and (many > 0 or one_operand),
+        SM90_WGMMA: wgmma and fits,
         SM90_PACKED: False,  # measured with more rows, or where it can run
         GEMV: gemv,
         SM90_MMA: token is not None,
@@ -256,50 +220,35 @@ def _for_experts(
     return config if can_run.get(config.kernel, not prepared) else base
 
 
-def for_experts(*problem: Any) -> LayerConfig:
-    """Config of an expert layer: the one measured for its shape on its GPU, else that of `choose`.
-
-    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, bits of a weight, whether the kernels of
-    sm90_wgmma.py and of gemv.py can run, whether these alone read the weights' layout, how many
-    experts share the pairs if these are on several devices, `MixedOperand.stages_of_many`,
-    K_CHUNK and the columns that share a scale if sm90_mma.py serves one token (`token_facts`),
-    whether mixed_gemm/sm90_packed.py can run and is faster (`many_rows`), and
-    `MixedOperand.scaling`.
-    """
-    return find(_for_experts, problem)
-
-
-@lru_cache(maxsize=8192)
-def _of_two_formats(
-    rows: int,
-    groups: int,
-    K: int,
-    I: int,  # noqa: E741
-    bits: tuple[int, int],
+@Chosen
+def of_two_formats(
+    layer: Layer,  # with rows here
+    bits: tuple[int, int],  # of w13 and of w2 (16: a plain weight)
     dtype: torch.dtype,
     gated: bool,
-    direct: bool,
-    wgmma: bool,
-    gpu: Gpu,
-    chunk: int,
-    tables: bool = True,
+    direct: bool,  # one token runs without a table of blocks
+    wgmma: bool,  # the kernels of sm90_wgmma.py run weights of 4 and 8 bits
+    chunk: int,  # pairs that the sorting kernel handles at a time
 ) -> LayerConfig:
+    """Config of a layer whose weights have different formats: the tiles of each product are those
+    of a layer in its format, in blocks of one size.
+    """
     has_plain, narrow = 16 in bits, [one for one in bits if one != 16]
     if has_plain:  # whose kernels have blocks of 16 rows and more
-        rows = max(rows, FEWEST_ROWS_OF_16 * groups)
+        layer = layer.with_rows(max(layer.rows, FEWEST_ROWS_OF_16 * layer.experts))
     found: dict[int, LayerConfig | None] = dict.fromkeys(narrow)
     if wgmma:
-        found = {one: choose_wgmma(rows, groups, K, I, one, chunk, gpu=gpu) for one in narrow}
+        found = {one: choose_wgmma(layer, one) for one in narrow}
     if None in found.values():
-        facts = (dtype, direct and not has_plain, gpu)
-        found = {one: choose(rows, groups, K, I, one, *facts) for one in narrow}
+        found = {one: choose(layer, one, dtype, direct and not has_plain) for one in narrow}
     chosen = [one for one in found.values() if one is not None]
     block_m, kernel = min([one.block_m for one in chosen]), chosen[0].kernel
     if has_plain:
-        sizes = (groups, K, I, dtype.itemsize, False, gpu, "", "", gated)
-        of_rows = plain.choose(rows, *sizes)
+        how = (dtype.itemsize, False, "", "", gated)
+        of_rows = plain.choose(layer, *how)
         if of_rows.block_m != block_m:
-            of_rows = plain.choose(ROWS_OF_BLOCKS[block_m] * groups, *sizes)
+            fewer = layer.with_rows(ROWS_OF_BLOCKS[block_m] * layer.experts)
+            of_rows = plain.choose(fewer, *how)
         chosen.insert(bits.index(16), of_rows)
     one, two = chosen[0], chosen[-1]
     return LayerConfig(
@@ -307,19 +256,7 @@ def _of_two_formats(
     )
 
 
-def of_two_formats(*problem: Any) -> LayerConfig:
-    """Config of a layer whose weights have different formats: the tiles of each product are those
-    of a layer in its format, in blocks of one size.
-
-    Arguments: pairs here, experts here, K, I, bits of w13 and of w2 (16: a plain weight), dtype,
-    whether the activation is gated, whether one token runs without a table of blocks, whether the
-    kernels of sm90_wgmma.py run weights of 4 and 8 bits, Gpu, and pairs that the sorting kernel
-    handles at a time.
-    """
-    return find(_of_two_formats, problem)
-
-
-def many_rows(rows: int, experts: int, I: int, bits: int) -> bool:  # noqa: E741
+def many_rows(layer: Layer, bits: int) -> bool:
     """Whether a layer of so many rows is faster by mixed_gemm/sm90_packed.py, whose blocks of 128
     rows share a decoded weight.
 
@@ -328,68 +265,44 @@ def many_rows(rows: int, experts: int, I: int, bits: int) -> bool:  # noqa: E741
     more rows, the longer those of w2 are.
     """
     if bits == 8:
-        return rows >= 64 * experts
-    return I <= MAX_I_OF_PACKED and rows >= (128 + I // 16) * experts
+        return layer.rows >= 64 * layer.experts
+    least = 128 + layer.I // 16
+    return layer.I <= MAX_I_OF_PACKED and layer.rows >= least * layer.experts
 
 
-def _of_any_batch(groups: int, *facts: Any, tables: bool = True) -> LayerConfig:
-    return choose(ROWS_OF_ANY_BATCH * groups, groups, *facts)
-
-
-def for_any_batch(rows: int, *problem: Any) -> LayerConfig:
-    """Config under `batch_invariant`: kernel and tiles that `rows` have no part in. Arguments as
-    for `choose`, whose kernels are never direct then.
+@Chosen
+def for_any_batch(layer: Layer, *facts: Any) -> LayerConfig:
+    """Config under `batch_invariant`: kernel and tiles that the number of rows has no part in.
+    Arguments as for `choose`, whose kernels are never direct then.
     """
-    return find(_of_any_batch, problem)._replace(sort_chunk=sort_chunk(rows))
+    alike = choose(layer.with_rows(ROWS_OF_ANY_BATCH * layer.experts), *facts)
+    return alike._replace(sort_chunk=sort_chunk(layer.pairs))
 
 
-def _choose_gemv(
-    top_k: int,
-    K: int,
-    I: int,  # noqa: E741
-    bits: int,
-    chunk: int,
-    gpu: Gpu,
-) -> LayerConfig:
+def choose_gemv(layer: Layer, bits: int) -> LayerConfig:
     """Config of the kernels of gemv.py: BLOCK_N rows of w13 or w2, and BLOCK_K.
 
     A thread multiplies eight rows, which share the loads and conversions of x. GEMM1 has many
     programs: its BLOCK_K divides the rows of w13. GEMM2 has few: more warps share a row, and a
     program has fewer rows if a multiprocessor would have less than 12 warps.
     """
+    K, columns = layer.K, layer.top_k * layer.I
     warp = 4096 // bits  # columns that a warp reads at a time
     warps1 = next(w for w in (4, 2, 1) if K % (warp * w) == 0 or w == 1)
-    warps2 = min(4, max(1, mixed_gemv_k(top_k * I, bits, 4) // warp))
-    if 4 * warp < top_k * I <= 8 * warp:
+    warps2 = min(4, max(1, mixed_gemv_k(columns, bits, 4) // warp))
+    if 4 * warp < columns <= 8 * warp:
         warps2 = 8
-    rows = 8 if K * warps2 >= 8 * 12 * gpu.multiprocessors else 4
-    return LayerConfig(
-        GemmConfig(8, mixed_gemv_k(K, bits, warps1), 1, warps1),
-        GemmConfig(rows, mixed_gemv_k(top_k * I, bits, warps2), 1, warps2),
-        *(1, chunk, GEMV),
-        direct=True,
-    )
+    rows = 8 if K * warps2 >= 8 * 12 * layer.gpu.multiprocessors else 4
+    gemm1 = GemmConfig(8, mixed_gemv_k(K, bits, warps1), 1, warps1)
+    gemm2 = GemmConfig(rows, mixed_gemv_k(columns, bits, warps2), 1, warps2)
+    return LayerConfig(gemm1, gemm2, 1, sort_chunk(layer.pairs), GEMV, direct=True)
 
 
-@lru_cache(maxsize=1024)
-def _gemv_of_two_formats(
-    top_k: int,
-    K: int,
-    I: int,  # noqa: E741
-    bits: tuple[int, int],
-    chunk: int,
-    gpu: Gpu,
-    tables: bool = True,
-) -> LayerConfig:
-    one, two = [_choose_gemv(top_k, K, I, each, chunk, gpu) for each in bits]
+@Chosen
+def gemv_of_two_formats(layer: Layer, bits: tuple[int, int]) -> LayerConfig:
+    """Config of the kernels of gemv.py for weights of so many bits, w13 and w2."""
+    one, two = [choose_gemv(layer, each) for each in bits]
     return one._replace(gemm2=two.gemm2)
-
-
-def gemv_of_two_formats(*problem: Any) -> LayerConfig:
-    """Config of the kernels of gemv.py for weights of different formats. Arguments: top_k, K, I,
-    bits of w13 and of w2, pairs that the sorting kernel would handle at a time, and Gpu.
-    """
-    return find(_gemv_of_two_formats, problem)
 
 
 def token_facts(w13: MixedOperand, w2: MixedOperand) -> tuple[int, int] | None:
@@ -411,33 +324,19 @@ def token_facts(w13: MixedOperand, w2: MixedOperand) -> tuple[int, int] | None:
     return chunk, of.group
 
 
-@lru_cache(maxsize=64)
-def _token_of_any_batch(
-    top_k: int, segments13: int, segments2: int, tables: bool = True
-) -> LayerConfig:
+@Chosen
+def token_of_any_batch(top_k: int, segments13: int, segments2: int) -> LayerConfig:
+    """Config of sm90_mma.py under `batch_invariant`: a warp has one segment of 16 rows of weights
+    (`MixedOperand.segments`). (Of those kernels BLOCK_N counts rows, which 16 warps' rows may
+    share, and stages are chunks that a thread has asked for.)
+    """
     slots = token_slots(top_k)
     gemm1 = GemmConfig(16, 128, 16, segments13)
     gemm2 = GemmConfig(16 * slots, 128, 8, segments2 * slots)
     return LayerConfig(gemm1, gemm2, 1, sort_chunk(1), SM90_MMA, direct=True)
 
 
-def token_of_any_batch(top_k: int, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
-    """Config of sm90_mma.py under `batch_invariant`: a warp has one segment of 16 rows of weights
-    (`MixedOperand.segments`). (Of those kernels BLOCK_N counts rows, which 16 warps' rows may
-    share, and stages are chunks that a thread has asked for.)
-    """
-    return find(_token_of_any_batch, (top_k, w13.segments, w2.segments))
-
-
-def _choose_token(
-    top_k: int,
-    K: int,
-    I: int,  # noqa: E741
-    k_chunk: int,
-    group: int,
-    chunk: int,
-    gpu: Gpu,
-) -> LayerConfig:
+def choose_token(layer: Layer, k_chunk: int, group: int) -> LayerConfig:
     """Config of sm90_mma.py for a token alone.
 
     A thread of GEMM1 asks for all its weights at once where they are few, else in even rounds:
@@ -451,13 +350,14 @@ def _choose_token(
     They ask for four chunks too where a warp has 12, or a token one expert. Rows of GEMM1 of more
     than 32 chunks have eight warps; shorter ones are slower with so many.
     """
-    slots, programs = token_slots(top_k), cdiv(K, 16)
+    K, I = layer.K, layer.I  # noqa: E741
+    slots, programs = token_slots(layer.top_k), cdiv(K, 16)
     chunks = cdiv(K, k_chunk)
     parts = parts_of_row(K, k_chunk, group, 2 if chunks <= 16 else 4 if chunks <= 32 else 8)
     chunks = cdiv(chunks, parts)
     gemm1 = GemmConfig(16, k_chunk, token_depth(chunks, 14), parts)
     chunks_of_eight = cdiv(cdiv(I, k_chunk), max(1, 8 // slots))
-    eight = programs > gpu.multiprocessors and (slots > 2 or not 12 < chunks_of_eight <= 16)
+    eight = programs > layer.gpu.multiprocessors and (slots > 2 or not 12 < chunks_of_eight <= 16)
     parts = parts_of_row(I, k_chunk, group, max(1, (8 if eight else 16) // slots))
     chunks = cdiv(cdiv(I, k_chunk), parts)
     if parts * slots > 8:
@@ -465,4 +365,4 @@ def _choose_token(
     else:
         most = 8 if 1 < slots <= 4 and chunks <= 16 else 4
     gemm2 = GemmConfig(16 * slots, k_chunk, token_depth(chunks, most), parts * slots)
-    return LayerConfig(gemm1, gemm2, 1, chunk, SM90_MMA, direct=True)
+    return LayerConfig(gemm1, gemm2, 1, sort_chunk(layer.pairs), SM90_MMA, direct=True)

@@ -13,16 +13,8 @@ from moe_ops import environment
 from moe_ops.choose import rules
 from moe_ops.choose.candidates import converted_bytes, fitted
 from moe_ops.choose.rules import block_of, first, of_block, words
-from moe_ops.choose.table import ROWS_OF_ANY_BATCH, find, measured
-from moe_ops.kernels.configs import (
-    GEMV,
-    SM90_TMA,
-    GemmConfig,
-    LayerConfig,
-    pairs_here,
-    sort_chunk,
-)
-from moe_ops.kernels.launch import Gpu
+from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Chosen, Layer, measured
+from moe_ops.kernels.configs import GEMV, SM90_TMA, GemmConfig, LayerConfig, sort_chunk
 from moe_ops.kernels.rows.scales import FEW_ROWS
 from moe_ops.meta.workspace import cdiv
 
@@ -31,13 +23,9 @@ LARGE_ROWS = 24  # rows an expert from which the kernels of sm90_tma.py may run
 
 @lru_cache(maxsize=8192)
 def choose(
-    rows: int,  # pairs, or rows of the sorted input
-    groups: int,  # experts that share them
-    K: int,
-    I: int,  # noqa: E741
+    layer: Layer,
     itemsize: int,  # bytes of an element of x
     direct: bool,
-    gpu: Gpu,
     # scales of the weights and of the activations: W_SCALE and X_SCALE of sm80_mma.py
     weight_scale: str = "",
     x_scale: str = "",
@@ -45,22 +33,21 @@ def choose(
     tma: bool = False,  # the kernels of sm90_tma.py can run
 ) -> LayerConfig:
     """Config of the two GEMMs by rule."""
-    if tma and rows >= LARGE_ROWS * groups and itemsize == 2:
-        return _choose_tma(rows, groups, I, bool(weight_scale), gated)
+    if tma and layer.rows >= LARGE_ROWS * layer.experts and itemsize == 2:
+        return choose_tma(layer, bool(weight_scale), gated)
     if weight_scale:
-        return _choose_quantized(rows, groups, K, I, itemsize, direct, gpu, x_scale, gated)
-    average = rows / groups
-    fp32, odd = itemsize == 4, bool(K % 16 or I % 16)
+        return _choose_quantized(layer, itemsize, direct, x_scale, gated)
+    average, gpu = layer.average, layer.gpu
+    fp32, odd = itemsize == 4, bool(layer.K % 16 or layer.I % 16)
     blocks = rules.SMALL_BLOCKS if fp32 or odd else rules.PLAIN_BLOCKS
     block_m = 16 if direct and not (fp32 or odd) else block_of(blocks, average)
-    held = of_block(block_m) | words(fp32=fp32, odd=odd, few=average <= 2, tma=gpu.has_tma)
-    held |= {"I<=2048"} if I <= 2048 else set()
+    facts = {"fp32": fp32, "odd": odd, "few": average <= 2, "tma": gpu.has_tma}
+    held = of_block(block_m) | words(**facts, **{"I<=2048": layer.I <= 2048})
     room = (block_m, 8 * itemsize, itemsize, gpu)
     return LayerConfig(
-        fitted(_step(first(rules.PLAIN_GEMM1, held), K), *room),
-        fitted(_step(first(rules.PLAIN_GEMM2, held), I), *room),
-        block_m,
-        sort_chunk(rows),
+        fitted(_step(first(rules.PLAIN_GEMM1, held), layer.K), *room),
+        fitted(_step(first(rules.PLAIN_GEMM2, held), layer.I), *room),
+        *(block_m, sort_chunk(layer.pairs)),
         direct=direct,
     )
 
@@ -78,15 +65,7 @@ def _step(tile: rules.Tile, columns: int) -> GemmConfig:
 
 
 def _choose_quantized(
-    rows: int,
-    groups: int,
-    K: int,
-    I: int,  # noqa: E741
-    itemsize: int,
-    direct: bool,
-    gpu: Gpu,
-    x_scale: str,
-    gated: bool,
+    layer: Layer, itemsize: int, direct: bool, x_scale: str, gated: bool
 ) -> LayerConfig:
     """Config for 8-bit weights whose activations are quantized too.
 
@@ -95,7 +74,8 @@ def _choose_quantized(
     are not aligned to 16 bytes are quantized in the mainloops. For one token, GEMM1's wide tiles
     may leave multiprocessors idle: then GEMM2 quantizes h, unless its sums are long.
     """
-    average, each = rows / groups, gpu.multiprocessors
+    _, experts, K, I, gpu, *_ = layer  # noqa: E741
+    rows, average, each = layer.rows, layer.average, gpu.multiprocessors
     odd, by_row, by_group = bool(K % 16 or I % 16), x_scale == "row", x_scale == "group"
     few = direct and I <= 2048 and rows * I <= 96 * 128
     few = few and average <= FEW_ROWS  # for more the workspace has no room for h in fp32
@@ -111,7 +91,7 @@ def _choose_quantized(
         by_group=by_group,
         groups=by_group and gated and not h_in_fp32,
         two_waves=direct and gpu.has_tma and each < rows * cdiv(I, 128) <= 2 * each,
-        one_wave=min(rows, groups) * K <= 64 * each,
+        one_wave=min(rows, experts) * K <= 64 * each,
         several=rows * K >= 256 * each,
         converts1=not quantize_x,
         converts2=h_in_fp32,
@@ -123,87 +103,79 @@ def _choose_quantized(
     return LayerConfig(
         fitted(gemm1, block_m, 8, x_size, gpu, converted[0], by_group and not h_in_fp32),
         fitted(gemm2, block_m, 8, h_size, gpu, converted[1]),
-        block_m,
-        sort_chunk(rows),
+        *(block_m, sort_chunk(layer.pairs)),
         direct=direct,
         quantize_x=quantize_x,
         h_in_fp32=h_in_fp32,
     )
 
 
-def _choose_tma(rows: int, groups: int, I: int, quantized: bool, gated: bool) -> LayerConfig:  # noqa: E741
+def choose_tma(layer: Layer, quantized: bool, gated: bool) -> LayerConfig:
     """Config of the kernels of sm90_tma.py."""
-    average = rows / groups
-    block_m = block_of(rules.TMA_BLOCKS, average)
-    held = of_block(block_m) | words(gated=gated, many=average >= 96)
-    held |= {name for name, holds in (("8bit", quantized), ("I<=1024", I <= 1024)) if holds}
+    block_m = block_of(rules.TMA_BLOCKS, layer.average)
+    facts = {"gated": gated, "many": layer.average >= 96, "8bit": quantized}
+    held = of_block(block_m) | words(**facts, **{"I<=1024": layer.I <= 1024})
     return LayerConfig(
         GemmConfig(*first(rules.TMA_GEMM1, held)),
         GemmConfig(*first(rules.TMA_GEMM2, held)),
-        block_m,
-        sort_chunk(rows),
-        SM90_TMA,
+        *(block_m, sort_chunk(layer.pairs), SM90_TMA),
         quantize_x=quantized,
         split_m=first(rules.TMA_SPLIT_M, held),
     )
 
 
-def _choose_gemv(quantized: bool, itemsize: int, K: int, I: int, chunk: int) -> LayerConfig:  # noqa: E741
+def choose_gemv(layer: Layer, quantized: bool, itemsize: int) -> LayerConfig:
     """Config of the kernels of gemv.py: BLOCK_N columns of h or of the output, and BLOCK_K.
 
     If each block quantizes x, it has more rows of weights, which share that work. BLOCK_K of GEMM2
     covers the whole sum if it can: a second step of a few columns takes as long as a whole one.
     """
+    I = layer.I  # noqa: E741
 
     def gemm(n: int, k: int, num_stages: int, num_warps: int, columns: int) -> GemmConfig:
-        return GemmConfig(
-            n, min(k, max(128, 1 << (columns - 1).bit_length())), num_stages, num_warps
-        )
+        least = max(128, 1 << (columns - 1).bit_length())
+        return GemmConfig(n, min(k, least), num_stages, num_warps)
 
     if quantized:
-        one = gemm(8, 512, 1, 4, K)
+        one = gemm(8, 512, 1, 4, layer.K)
         two = gemm(8, 2048, 1, 4, I) if 1024 < I <= 2048 else gemm(8, 1024, 1, 8, I)
     else:
         k = 2048 // itemsize
-        one = gemm(2, k, 3, 2, K)
+        one = gemm(2, k, 3, 2, layer.K)
         if k >= I:
             two = gemm(4, k, 1, 4, I)
         else:
             two = GemmConfig(4, 2 * k, 1, 8) if 2 * k >= I else GemmConfig(2, k, 1, 4)
+    chunk = sort_chunk(layer.pairs)
     return LayerConfig(one, two, 1, chunk, GEMV, direct=True, h_in_fp32=quantized)
 
 
-@lru_cache(maxsize=8192)
-def _for_experts(
-    M: int,
-    top_k: int,
-    E: int,
-    K: int,
-    I: int,  # noqa: E741
+@Chosen
+def for_experts(
+    layer: Layer,
     dtype: torch.dtype,
-    gpu: Gpu,
     scheme: str,
-    scales: tuple[str, str],
+    scales: tuple[str, str],  # of the weights and of the activations
     gated: bool,
-    tma: bool = False,
-    gemv: bool = False,
-    batch_invariant: bool = False,
-    routed: int = 0,
-    tables: bool = True,
+    tma: bool = False,  # the kernels of sm90_tma.py can run
+    gemv: bool = False,  # those of gemv.py can
+    batch_invariant: bool = False,  # all numbers of tokens must give the same bits
 ) -> LayerConfig:
+    """Config of an expert layer: the one measured for its shape on its GPU, else by rule."""
+    one = layer.pairs == layer.top_k
     # of one token, whose h may need the room of all its pairs, no tile follows from their number
-    rows = M * top_k if M == 1 else pairs_here(M * top_k, E, routed)
-    base = choose(rows, E, K, I, dtype.itemsize, M == 1, gpu, *scales, gated, tma)
-    base = base._replace(sort_chunk=sort_chunk(M * top_k))
+    here = layer._replace(routed=0) if one else layer
+    base = choose(here, dtype.itemsize, one, *scales, gated, tma)
     if gemv:
-        base = _choose_gemv(bool(scheme), dtype.itemsize, K, I, base.sort_chunk)
+        base = choose_gemv(layer, bool(scheme), dtype.itemsize)
     # Tables hold gated layers. A GEMM1 that quantizes its output has a tile size that follows from
     # the group of columns, and is half of a gated layer's.
-    if not tables or (scheme and not gated):
+    if scheme and not gated:
         return base
-    config = measured(base, gpu, M, top_k, routed or E, K, I, scheme, dtype)
+    config = measured(base, layer, scheme, dtype)
     # The workspace of many rows has no room for h in fp32.
-    room = config.h_in_fp32 == base.h_in_fp32 or scales[1] == "group" and M * top_k <= FEW_ROWS * E
+    few = scales[1] == "group" and layer.pairs <= FEW_ROWS * layer.experts
+    room = config.h_in_fp32 == base.h_in_fp32 or few
     can_run = (tma or config.kernel != SM90_TMA) and (gemv or config.kernel != GEMV)
     if batch_invariant and scales[0]:
         can_run = can_run and _has_wgmma_of_8_bits(config)
@@ -219,16 +191,6 @@ def _has_wgmma_of_8_bits(config: LayerConfig) -> bool:
     return all([g.num_warps >= 4 and g.block_n >= 64 and g.block_k == 128 for g in gemms])
 
 
-def for_experts(*problem: Any) -> LayerConfig:
-    """Config of an expert layer: the one measured for its shape on its GPU, else that of `choose`.
-
-    Arguments: M, top_k, E, K, I, dtype, Gpu, scheme, scales, gated, whether the kernels of
-    sm90_tma.py and of gemv.py can run, whether all M must give the same bits, and how many experts
-    share the pairs if these are on several devices.
-    """
-    return find(_for_experts, problem)
-
-
 @lru_cache(maxsize=64)
 def same_bits_in_all_tiles(dtype: torch.dtype, device: int) -> bool:
     """Whether the kernels of sm80_mma.py and sm90_tma.py give the same bits with all tiles: in
@@ -239,12 +201,10 @@ def same_bits_in_all_tiles(dtype: torch.dtype, device: int) -> bool:
     return dtype == torch.bfloat16 and device >= 0 and environment.capability(device)[0] == 9
 
 
-def _of_any_batch(groups: int, *facts: Any, tables: bool = True) -> LayerConfig:
-    return choose(ROWS_OF_ANY_BATCH * groups, groups, *facts)
-
-
-def for_any_batch(rows: int, *problem: Any) -> LayerConfig:
-    """Config under `batch_invariant`: kernel and tiles that `rows` have no part in. Arguments as
-    for `choose`, of which no kernel is direct or that of sm90_tma.py.
+@Chosen
+def for_any_batch(layer: Layer, *facts: Any) -> LayerConfig:
+    """Config under `batch_invariant`: kernel and tiles that the number of rows has no part in.
+    Arguments as for `choose`, of which no kernel is direct or that of sm90_tma.py.
     """
-    return find(_of_any_batch, problem)._replace(sort_chunk=sort_chunk(rows))
+    alike = choose(layer.with_rows(ROWS_OF_ANY_BATCH * layer.experts), *facts)
+    return alike._replace(sort_chunk=sort_chunk(layer.pairs))

@@ -13,7 +13,7 @@ from math import ceil, exp
 from typing import NamedTuple
 
 from moe_ops.choose.candidates import Gemm, blocks_held, tiles
-from moe_ops.kernels.configs import SM90_TMA, GemmConfig, LayerConfig
+from moe_ops.kernels.configs import GemmConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.meta.workspace import cdiv
 
@@ -89,21 +89,6 @@ def gemm_cycles(
     multiplied = many * products / RATES.products * (1 + 24 / used_m + 16 / n)
     alone = RATES.start + gemm.columns / config.block_k * 40
     return RATES.launch + waves(programs, many, gpu) * (max(read, multiplied) + alone)
-
-
-def layer_cycles(
-    first: Gemm, second: Gemm, config: LayerConfig, experts: int, average: float, gpu: Gpu
-) -> float:
-    """Estimated cycles of both products of a layer of `experts` experts with `average` rows."""
-    block_m, split = config.block_m, config.split_m
-    blocks = experts * expected_blocks(average, block_m)
-    halves = 2 if config.kernel == SM90_TMA and block_m == 128 else 1
-    parts = experts * expected_blocks(average, block_m // halves)  # halves that hold rows
-    used = block_m / halves * parts / max(blocks, 1e-9)
-    one = gemm_cycles(first, config.gemm1, block_m, used, blocks, gpu)
-    rows = block_m // split
-    blocks2 = experts * expected_blocks(average, rows)
-    return one + gemm_cycles(second, config.gemm2, rows, rows, blocks2, gpu)
 
 
 def ranked(

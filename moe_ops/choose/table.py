@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache, update_wrapper
+from typing import Any, NamedTuple
 
 import torch
 
-from moe_ops.kernels.configs import LayerConfig, config_of
+from moe_ops.kernels.configs import LayerConfig, config_of, pairs_here
 from moe_ops.kernels.launch import Gpu
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup
@@ -19,37 +21,65 @@ from moe_ops.tables import lookup
 ROWS_OF_ANY_BATCH = 16
 
 
-def measured(
-    base: LayerConfig,
-    gpu: Gpu,
-    M: int,
-    top_k: int,
-    E: int,
-    K: int,
-    I: int,  # noqa: E741
-    scheme: str,
-    dtype: torch.dtype,
-) -> LayerConfig:
-    """The table's config for a layer on a GPU, or `base` if the table has none. E: experts that
-    share the pairs, on all devices.
+class Layer(NamedTuple):
+    """The sizes of an expert layer, or of one product of sorted rows, on a GPU."""
+
+    pairs: int  # (token, expert), or rows of the sorted input
+    experts: int  # here
+    K: int
+    I: int
+    gpu: Gpu
+    top_k: int = 1
+    routed: int = 0  # experts that share the pairs, if they are on several devices
+
+    @property
+    def rows(self) -> int:
+        """Those of the pairs that are expected here."""
+        return pairs_here(self.pairs, self.experts, self.routed)
+
+    @property
+    def average(self) -> float:
+        """Average rows of an expert."""
+        return self.rows / self.experts
+
+    def with_rows(self, rows: int) -> Layer:
+        """The same experts with so many rows here."""
+        return self._replace(pairs=rows, routed=0)
+
+
+def measured(base: LayerConfig, layer: Layer, scheme: str, dtype: torch.dtype) -> LayerConfig:
+    """The table's config for a layer on its GPU, or `base` if the table has none, or is not asked
+    (`override`).
     """
-    name = str(dtype).removeprefix("torch.")
-    rows = get_scheme(scheme).measured_as
-    fields = lookup.layer_config(gpu.name, E, K, I, top_k, rows, name, M)
+    if _override is not None:
+        return base
+    key = (layer.routed or layer.experts, layer.K, layer.I, layer.top_k)
+    rows, name = get_scheme(scheme).measured_as, str(dtype).removeprefix("torch.")
+    tokens = layer.pairs // layer.top_k
+    fields = lookup.layer_config(layer.gpu.name, *key, rows, name, tokens)
     return base if fields is None else config_of(fields, base.sort_chunk)
 
 
 _override: tuple[LayerConfig | None, list[LayerConfig]] | None = None
 
 
-def find(function: Callable[..., LayerConfig], problem: tuple) -> LayerConfig:
-    """`function(*problem)`, unless `override` sets another config or disables the tables."""
-    if _override is None:
-        return function(*problem)
-    config, seen = _override
-    config = config or function(*problem, tables=False)
-    seen.append(config)
-    return config
+class Chosen:
+    """A function that chooses a config, cached, unless `override` sets another one or disables the
+    tables.
+    """
+
+    def __init__(self, function: Callable[..., LayerConfig]):
+        self._cached = lru_cache(maxsize=8192)(function)
+        self.cache_clear = self._cached.cache_clear
+        update_wrapper(self, function)
+
+    def __call__(self, *problem: Any) -> LayerConfig:
+        if _override is None:
+            return self._cached(*problem)
+        config, seen = _override
+        config = config or self._cached.__wrapped__(*problem)
+        seen.append(config)
+        return config
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from moe_ops.choose import candidates, mixed
+from moe_ops.choose.table import Layer
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import sm90_occupancy
@@ -18,8 +18,14 @@ from moe_ops.kernels.mixed_gemm.sm90_occupancy import occupancy
 from tests.kernels.mixed_gemm.test_sm90_wgmma import wgmma_kernel
 
 GPU = Gpu(227 * 1024, True, True)
-choose_wgmma = partial(mixed.choose_wgmma, gpu=GPU)
-any_batch = partial(mixed._wgmma_of_any_batch, gpu=GPU)
+
+
+def choose_wgmma(rows, experts, K, I, *facts):  # noqa: E741
+    return mixed.choose_wgmma(Layer(rows, experts, K, I, GPU), *facts)
+
+
+def any_batch(rows, experts, K, I, *facts):  # noqa: E741
+    return mixed.wgmma_of_segments(Layer(rows, experts, K, I, GPU), *facts)
 
 
 def test_warps_of_blocks_of_64_rows():
@@ -31,7 +37,7 @@ def test_warps_of_blocks_of_64_rows():
         (3, 4096, GemmConfig(128, 256, 2, 8)),
         (4, 4096, GemmConfig(128, 256, 2, 8)),
     ):
-        found = choose_wgmma(400, 8, K, K, 4, 256, many)
+        found = choose_wgmma(400, 8, K, K, 4, many)
         assert found.block_m == 64 and found.gemm1 == found.gemm2 == expected
 
 
@@ -39,10 +45,10 @@ def test_blocks_of_80_rows():
     """Where about half of the experts have more than 64, two blocks fit, of int4 and prepared."""
     for name, stages in (("int4_w4a16:g128", 4), ("mxfp4_w4a16 prepared", 3)):
         for average, block_m in ((56, 64), (57, 80), (80, 80), (81, 64)):
-            found = choose_wgmma(8 * average, 8, 4096, 14336, 4, 256, stages)
+            found = choose_wgmma(8 * average, 8, 4096, 14336, 4, stages)
             assert found.block_m == block_m
-        assert choose_wgmma(512, 8, 4096, 14336, 4, 256).block_m == 64
-        found = choose_wgmma(512, 8, 4096, 14336, 4, 256, stages)
+        assert choose_wgmma(512, 8, 4096, 14336, 4).block_m == 64
+        found = choose_wgmma(512, 8, 4096, 14336, 4, stages)
         assert found.gemm1 == found.gemm2 == GemmConfig(128, 128, stages, 4)
         kernel = wgmma_kernel(name, 80, found.gemm1)._replace(streams=stages == 4, steps=32)
         assert (kernel.more, sm90_occupancy.columns_of(80)) == (16, 64)
@@ -57,10 +63,10 @@ def test_blocks_of_48_rows():
         bits = 8 if name.startswith("int8") else 4
         most = 44 if bits == 8 else 38
         for average, block_m in ((30, 32), (31, 48), (most, 48), (most + 1, 64)):
-            found = choose_wgmma(8 * average, 8, 4096, 14336, bits, 256, many)
+            found = choose_wgmma(8 * average, 8, 4096, 14336, bits, many)
             assert found.block_m == block_m
-        assert choose_wgmma(8 * 31, 8, 4096, 14336, bits, 256).block_m == 64
-        found = choose_wgmma(8 * 31, 8, 4096, 14336, bits, 256, many)
+        assert choose_wgmma(8 * 31, 8, 4096, 14336, bits).block_m == 64
+        found = choose_wgmma(8 * 31, 8, 4096, 14336, bits, many)
         kernel = wgmma_kernel(name, 48, found.gemm1)
         assert (kernel.more, sm90_occupancy.columns_of(48), found.split_k) == (16, 32, 1)
         assert occupancy(kernel, 256, GPU) == (2, 128, True, False)
@@ -105,7 +111,7 @@ def test_tiles_that_were_measured():
         (128, 16, 5120, 8192, 4): (wide, wide, 2),
         (256, 16, 5120, 8192, 4): (wide, wide, 1),
     }.items():
-        found = choose_wgmma(*sizes, 256)
+        found = choose_wgmma(*sizes)
         assert (found.gemm1, found.gemm2, found.split_k) == expected, sizes
     in_three = half._replace(num_stages=3)  # GEMM1 of streamed int4
     for rows, K, many, expected in (
@@ -115,7 +121,7 @@ def test_tiles_that_were_measured():
         (16, 4096, 3, wide),
         (80, 4096, 4, wide),
     ):
-        found = choose_wgmma(rows, 16, K, 6400, 4, 256, many)
+        found = choose_wgmma(rows, 16, K, 6400, 4, many)
         assert (found.gemm1, found.gemm2) == (expected, wide)
     for sizes, expected in {  # of weights that are scaled in their natural order
         (32, 16, 5120, 8192): (8, half, wide, 2),  # 640 tiles of GEMM2, of which four fit
@@ -126,7 +132,7 @@ def test_tiles_that_were_measured():
         (256, 128, 2880, 2880): (8, narrow, narrow, 1),
         (128, 8, 4096, 14336): (32, wide, wide, 3),
     }.items():
-        found = choose_wgmma(*sizes, 4, 256, 0, "weights")
+        found = choose_wgmma(*sizes, 4, 0, "weights")
         assert (found.block_m, found.gemm1, found.gemm2, found.split_k) == expected, sizes
     for sizes, expected in {  # of sums that are scaled
         (16, 8, 4096, 14336): (8, deep, half, 2),
@@ -141,14 +147,14 @@ def test_tiles_that_were_measured():
         (32, 16, 5120, 8192): (8, deep, half, 1),  # 1280
         (512, 8, 4096, 14336): (64, eight, eight, 2),
     }.items():
-        found = choose_wgmma(*sizes, 4, 256, 0, "sums")
+        found = choose_wgmma(*sizes, 4, 0, "sums")
         assert (found.block_m, found.gemm1, found.gemm2, found.split_k) == expected, sizes
     # rows of prepared e2m1 that are no whole chunks, of experts with less than one of them
     for rows, expected in ((8, usual), (16, usual), (32, narrow), (127, narrow), (128, usual)):
-        found = choose_wgmma(rows, 128, 2880, 2880, 4, 256, 3)
+        found = choose_wgmma(rows, 128, 2880, 2880, 4, 3)
         assert found.gemm1 == found.gemm2 == expected
     # of 3 experts one block each, and three: 288 tiles of GEMM2, and 864
-    assert [choose_wgmma(n, 3, 12288, 8192, 4, 256).split_k for n in (150, 510)] == [2, 1]
+    assert [choose_wgmma(n, 3, 12288, 8192, 4).split_k for n in (150, 510)] == [2, 1]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -175,7 +181,7 @@ def test_tiles_of_any_batch_are_those_whose_bits_were_compared(bits):
 
 
 def test_search_tries_split_k_and_none():
-    base = choose_wgmma(128, 8, 4096, 14336, 4, 256)
+    base = choose_wgmma(128, 8, 4096, 14336, 4)
     assert base.split_k == 3  # 256 tiles of GEMM2 for 132 multiprocessors of three blocks
     for ones, twos in candidates.mixed_space(base, 16, 4, 8, 4096):
         assert {t.split_k for t in ones} == {1} and {t.split_k for t in twos} >= {1, 2, 3}
@@ -186,7 +192,7 @@ def test_search_tries_split_k_and_none():
 @pytest.mark.parametrize("average, block_m", [(34, 48), (64, 80)])
 def test_search_tries_blocks_of_two_operands(average, block_m):
     """Where the default has them, with the tiles that such kernels compile with."""
-    base = choose_wgmma(8 * average, 8, 4096, 14336, 4, 256, 4)
+    base = choose_wgmma(8 * average, 8, 4096, 14336, 4, 4)
     space = candidates.mixed_space(base, average, 4, 8, 4096)
     of_two = [t for ones, twos in space for t in ones + twos if t.block_m == block_m]
     assert base.block_m == block_m and base in of_two
@@ -199,9 +205,10 @@ def test_tables_give_blocks_of_two_operands_to_weights_that_run_in_them(monkeypa
     gemm = GemmConfig(128, 128, 3, 4)
     tuned = LayerConfig(gemm, gemm, 48, 256, SM90_WGMMA)
     monkeypatch.setattr(mixed, "measured", lambda *_: tuned)
-    problem = 140, 2, 8, 4096, 14336, torch.bfloat16, GPU, "int4_w4a16", 4
+    layer = Layer(280, 8, 4096, 14336, GPU, 2)
+    problem = layer, torch.bfloat16, "int4_w4a16", 4
     for many, expected in ((4, 48), (0, 64)):
-        found = mixed._for_experts.__wrapped__(*problem, True, many=many)
+        found = mixed.for_experts(*problem, True, False, False, many)
         assert found.block_m == expected
 
 
@@ -209,11 +216,11 @@ def test_who_serves_many_rows():
     """Of 4 bits these kernels are the faster ones however many rows an expert has; of 8 bits
     others are, from 80 on."""
     for rows in (2, 64, 640, 700, 10**6):
-        assert choose_wgmma(rows, 8, 4096, 4096, 4, 256).kernel == SM90_WGMMA
-        assert (choose_wgmma(rows, 8, 4096, 4096, 8, 256) is None) == (rows > 640)
+        assert choose_wgmma(rows, 8, 4096, 4096, 4).kernel == SM90_WGMMA
+        assert (choose_wgmma(rows, 8, 4096, 4096, 8) is None) == (rows > 640)
 
 
 @pytest.mark.parametrize("average", [0.1, 1, 4, 4.5, 8, 10, 10.5, 16, 22, 23, 48, 64, 65, 500])
 def test_chosen_blocks_are_worth_it(average):
-    found = choose_wgmma(int(average * 1000), 1000, 4096, 4096, 4, 256)
+    found = choose_wgmma(int(average * 1000), 1000, 4096, 4096, 4)
     assert candidates.fits_wgmma(found.block_m, average)

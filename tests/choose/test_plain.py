@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_ops.choose import mixed, plain
+from moe_ops.choose.table import Layer
 from moe_ops.kernels.configs import sort_chunk
 from moe_ops.kernels.launch import Gpu
 
@@ -14,8 +15,8 @@ def test_tiles_that_quantize_h_hold_whole_groups(shared_memory):
     shared memory hold one such tile (gfx942)."""
     for average in (1, 8, 24, 100):
         for gated in (True, False):
-            facts = (1, False, Gpu(shared_memory, True, True), "block", "group", gated, False)
-            config = plain.choose(8 * average, 8, 2048, 768, *facts)
+            layer = Layer(8 * average, 8, 2048, 768, Gpu(shared_memory, True, True))
+            config = plain.choose(layer, 1, False, "block", "group", gated)
             rows = 256 if gated else 128
             assert config.h_in_fp32 or config.gemm1.block_n == rows
             used = (rows + config.block_m) * 128 * config.gemm1.num_stages
@@ -33,13 +34,12 @@ def test_experts_on_several_devices_have_tiles_for_the_rows_that_come_to_them(na
         for scheme, scales in (("", ("", "")), ("fp8_block", ("block", "group"))):
 
             def config(M, routed, scheme=scheme, scales=scales):
-                problem = M, top_k, E, K, I, torch.bfloat16, gpu
+                layer = Layer(M * top_k, E, K, I, gpu, top_k, routed)
                 if narrow:
-                    how = "int4_w4a16", 4, True, False, False, routed, 4
-                    return mixed._for_experts.__wrapped__(*problem, *how)
+                    how = "int4_w4a16", 4, True, False, False, 4
+                    return mixed.for_experts(layer, torch.bfloat16, *how)
                 tma = M * top_k >= plain.LARGE_ROWS * routed
-                how = scheme, scales, True, tma, False, False, routed
-                return plain._for_experts.__wrapped__(*problem, *how)
+                return plain.for_experts(layer, torch.bfloat16, scheme, scales, True, tma)
 
             spread, alone = config(8 * M, 8 * E), config(M, E)
             assert spread == alone._replace(sort_chunk=spread.sort_chunk)
@@ -50,9 +50,10 @@ def test_experts_on_several_devices_have_tiles_for_the_rows_that_come_to_them(na
 
 def test_one_token_keeps_the_room_of_all_its_pairs():
     """h in fp32 has room for two rows of each expert here, and all pairs may come to these."""
-    facts = torch.bfloat16, Gpu(232448, True, True), "fp8_block", ("block", "group"), True
+    facts = torch.bfloat16, "fp8_block", ("block", "group"), True
     for E, in_fp32 in ((4, True), (2, False)):
-        config = plain._for_experts.__wrapped__(1, 8, E, 2048, 768, *facts, routed=128)
+        layer = Layer(8, E, 2048, 768, Gpu(232448, True, True), 8, 128)
+        config = plain.for_experts(layer, *facts)
         assert config.h_in_fp32 == in_fp32
 
 
@@ -71,8 +72,6 @@ def test_tiles_of_one_token_share_multiprocessors_that_would_take_turns(
     shared_memory,
     stages,  # noqa: E741
 ):
-    config = plain.choose(
-        *(pairs, 64, 7168, I, 2, True, Gpu(shared_memory, True, True)),
-        *("block", "group", True, False),
-    )
+    layer = Layer(pairs, 64, 7168, I, Gpu(shared_memory, True, True))
+    config = plain.choose(layer, 2, True, "block", "group")
     assert config.gemm1.block_n == 256 and config.gemm1.num_stages == stages

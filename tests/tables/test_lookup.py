@@ -8,7 +8,7 @@ import pytest
 import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.choose import plain as configs
-from moe_ops.choose.table import override
+from moe_ops.choose.table import Layer, override
 from moe_ops.kernels.configs import (
     SM90_WGMMA,
     GemmConfig,
@@ -49,7 +49,7 @@ def test_measured_configs_are_chosen(table):
     default, far = chosen(64), {M: chosen(M) for M in (2, 16, 256, 5000)}
     fill(table)
     lookup._entries.cache_clear()
-    configs._for_experts.cache_clear()
+    configs.for_experts.cache_clear()
     tuned = MANY._replace(block_m=64)
     assert default != tuned
     assert chosen(1) == ONE
@@ -71,26 +71,31 @@ def test_configs_that_want_h_in_fp32_are_for_few_rows(table):
     target = TARGET | {"scheme": "fp8_block"}
     tuned = MANY._replace(block_m=16, quantize_x=True, h_in_fp32=True, sort_chunk=64)
     record.record(table, "Test GPU", target, 8, fields_of(tuned), 1.0)
-    problem = (2, 8, 512, 256, BF16, GPU, "fp8_block", ("block", "group"), True)
-    assert configs.for_experts(8, *problem) == tuned
-    assert not configs.for_experts(9, *problem).h_in_fp32
+    problem = (BF16, "fp8_block", ("block", "group"), True)
+
+    def config(M, experts, routed=0):
+        layer = Layer(2 * M, experts, 512, 256, GPU, 2, routed)
+        return configs.for_experts(layer, *problem)
+
+    assert config(8, 8) == tuned
+    assert not config(9, 8).h_in_fp32
     # half of the table's experts: its configs, by the rows that its workspace has
-    half = (2, 4, *problem[2:], False, False, False)
-    assert configs.for_experts(4, *half, 8) == tuned != configs.for_experts(4, *half)
-    assert not configs.for_experts(5, *half, 8).h_in_fp32
+    assert config(4, 4, 8) == tuned != config(4, 4)
+    assert not config(5, 4, 8).h_in_fp32
 
 
 def test_configs_that_want_another_workspace_are_passed_over(table):
     record.record(table, "Test GPU", TARGET, 64, fields_of(MANY._replace(h_in_fp32=True)), 1.0)
     assert not chosen(64).h_in_fp32
-    assert chosen(64) == configs.choose(128, 8, 512, 256, 2, False, GPU)
+    assert chosen(64) == configs.choose(Layer(128, 8, 512, 256, GPU), 2, False)
 
 
 def test_quantized_layers_without_a_gate_have_configs_of_their_own(table):
     target = TARGET | {"scheme": "fp8_block"}
     tuned = MANY._replace(gemm1=GemmConfig(256, 128, 3, 4), quantize_x=True)
     record.record(table, "Test GPU", target, 64, fields_of(tuned), 1.0)
-    problem = (64, 2, 8, 512, 256, BF16, GPU, "fp8_block", ("block", "group"))
+    layer = Layer(128, 8, 512, 256, GPU, 2)
+    problem = (layer, BF16, "fp8_block", ("block", "group"))
     assert configs.for_experts(*problem, True).gemm1 == tuned.gemm1
     assert configs.for_experts(*problem, False).gemm1.block_n == 128
 

@@ -10,8 +10,8 @@ from moe_ops.tables import lookup
 def table(tmp_path, monkeypatch):
     """A table of its own for "Test GPU"."""
     monkeypatch.setattr(lookup, "_FOLDER", tmp_path)
-    for cached in (lookup._entries, configs._for_experts):
+    for cached in (lookup._entries, configs.for_experts):
         cached.cache_clear()
     yield lookup.path_of("Test GPU")
-    for cached in (lookup._entries, configs._for_experts):
+    for cached in (lookup._entries, configs.for_experts):
         cached.cache_clear()

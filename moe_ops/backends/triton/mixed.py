@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.choose import mixed as choose
+from moe_ops.choose.table import Layer
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.comm.push import sum_ranks
@@ -23,8 +24,6 @@ from moe_ops.kernels.configs import (
     SM90_WGMMA,
     LayerConfig,
     block_bound,
-    pairs_here,
-    sort_chunk,
 )
 from moe_ops.kernels.gemm.operands import Output
 from moe_ops.kernels.launch import Gpu, Launch, run
@@ -92,20 +91,18 @@ def experts(a: ExpertsArgs) -> None:
     w13, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
-    here = pairs_here(M * top_k, w2.E, a.global_experts)
+    layer = Layer(M * top_k, w2.E, K, w2.K, gpu, top_k, a.global_experts)
     if a.batch_invariant and runs_wgmma(a, w13, w2, dtype, rounding):
         one = configs.in_segments(w13, w2, top_k) if rounding is None else None
         w13, w2 = one or (w13, w2)
         if one and M == 1 and sm90_mma().why_not(x, w13, w2, top_k) is None:
-            config = choose.token_of_any_batch(top_k, w13, w2)
+            config = choose.token_of_any_batch(top_k, w13.segments, w2.segments)
         else:
-            config = choose.wgmma_for_any_batch(here, w13, w2, gpu)
-            config = config._replace(sort_chunk=sort_chunk(M * top_k))
+            config = choose.wgmma_for_any_batch(layer, w13, w2)
     elif a.batch_invariant:
-        facts = (w2.format.bits, dtype, False, gpu)
-        config = choose.for_any_batch(M * top_k, w2.E, K, w2.K, *facts)
+        config = choose.for_any_batch(layer, w2.format.bits, dtype, False)
     else:
-        config = _config(a, w13, w2, dtype, rounding, gpu)
+        config = _config(a, layer, w13, w2, dtype, rounding)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     if config.kernel == GEMV:
         return run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
@@ -118,24 +115,24 @@ def experts(a: ExpertsArgs) -> None:
     if config.kernel == SM90_WGMMA:
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
         if w2.wgmma_format.x_bits == 8:
-            in_e4m3 = configs.multiplies_e4m3(config, w2, split_k, here, gpu)
+            in_e4m3 = configs.multiplies_e4m3(config, w2, split_k, layer.rows, gpu)
             # under batch_invariant all in bf16: bits of products in e4m3 differ from theirs
             if a.batch_invariant or not in_e4m3:
                 w13, w2 = w13.in_16_bits(), w2.in_16_bits()
         elif configs.scales_sums(config) and not a.batch_invariant:
             w13, w2 = w13.scaling_sums(), w2.scaling_sums()
         for part in chunks(a):
-            layer = (w13, w2, activation, rounding, config, gpu)
-            run(wgmma_launches(part, *layer, split_k), device, gpu)
+            operands = (w13, w2, activation, rounding, config, gpu)
+            run(wgmma_launches(part, *operands, split_k), device, gpu)
         return
-    layer = (w13, w2, activation, rounding, config, gpu)
+    operands = (w13, w2, activation, rounding, config, gpu)
     if not 0 < a.chunk_rows < M:
-        return run(_mma_launches(a, *layer), device, gpu)
+        return run(_mma_launches(a, *operands), device, gpu)
     parts, behind = chunks(a), None
     if rounding is not None and rounding.SCALE == "nv":
         rows = parts[0].hidden_states.shape[0]
         behind = max(rows * top_k * K, x_elements(rows, K, rounding))
-    run_in_chunks(a, parts, lambda part, *how: _mma_launches(part, *layer, *how), behind, gpu)
+    run_in_chunks(a, parts, lambda part, *how: _mma_launches(part, *operands, *how), behind, gpu)
 
 
 def runs_wgmma(
@@ -169,17 +166,16 @@ def runs_packed(
 
 def _config(
     a: ExpertsArgs,
+    layer: Layer,
     w13: MixedOperand,
     w2: MixedOperand,
     dtype: torch.dtype,
     rounding: Rounding | None,
-    gpu: Gpu,
 ) -> LayerConfig:
     """The config of a layer, by the number of tokens."""
-    (M, top_k), K = a.topk_ids.shape, a.out.shape[1]
+    M, top_k = a.topk_ids.shape
     wgmma = one_token = False
-    here = pairs_here(M * top_k, w2.E, a.global_experts)
-    many = choose.many_rows(here, w2.E, w2.K, w2.format.bits)
+    many = choose.many_rows(layer, w2.format.bits)
     many = many and runs_packed(a, w13, w2, rounding)
     token = None
     if M == 1 and rounding is None:
@@ -194,8 +190,7 @@ def _config(
         wgmma = runs_wgmma(a, w13, w2, dtype, rounding)
     prepared = a.layout != ""
     config = choose.for_experts(
-        *(M, top_k, w2.E, K, w2.K, dtype, gpu, a.scheme, w2.format.bits),
-        *(wgmma, one_token, prepared, a.global_experts),
+        *(layer, dtype, a.scheme, w2.format.bits, wgmma, one_token, prepared),
         *(min(w13.stages_of_many, w2.stages_of_many), token, many),
         w13.scaling if w13.scaling == w2.scaling else "",
     )
@@ -356,7 +351,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     of_rows = choose.for_any_batch if a.batch_invariant else choose.choose
-    config = of_rows(*(E * T, E, K, w2.K, w2.format.bits, dtype, False, gpu))
+    config = of_rows(Layer(E * T, E, K, w2.K, gpu), w2.format.bits, dtype, False)
     parts, behind = batched_chunks(a), None
     if rounding is not None and rounding.SCALE == "nv":
         behind = x_elements(parts[0].w2.shape[0] * T, K, rounding)
@@ -413,7 +408,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     K, rounding = w.K, rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     of_rows = choose.for_any_batch if a.batch_invariant else choose.choose
-    config = of_rows(S, w.E, K, K, w.format.bits, dtype, False, gpu)
+    config = of_rows(Layer(S, w.E, K, K, gpu), w.format.bits, dtype, False)
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.
     routing = sorted_rows(a.index_workspace, w.E, num_blocks_of(S, w.E + 1, block_m))

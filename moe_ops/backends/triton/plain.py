@@ -16,6 +16,7 @@ from moe_ops.choose.plain import (
     for_experts,
     same_bits_in_all_tiles,
 )
+from moe_ops.choose.table import Layer
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.comm.push import sum_ranks
@@ -66,25 +67,25 @@ def experts(a: ExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     pairs, scales = M * top_k, (w_scale, x_scale)
+    layer = Layer(pairs, E, K, I, gpu, top_k, a.global_experts)
     if a.batch_invariant and not same_bits_in_all_tiles(dtype, device):
-        facts = (dtype.itemsize, False, gpu, *scales, activation.GATED)
-        config = for_any_batch(pairs, E, K, I, *facts)
+        config = for_any_batch(layer, dtype.itemsize, False, *scales, activation.GATED)
     else:
         tma = pairs >= LARGE_ROWS * a.global_experts
         tma = tma and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
         one_token = M == 1 and not a.batch_invariant  # gemv.py sums in another order
         one_token = one_token and gemv.why_not(w13, w2, top_k, scaling) is None
-        kernels = (activation.GATED, tma, one_token, a.batch_invariant, a.global_experts)
-        config = for_experts(M, top_k, E, K, I, dtype, gpu, a.scheme, scales, *kernels)
+        kernels = (activation.GATED, tma, one_token, a.batch_invariant)
+        config = for_experts(layer, dtype, a.scheme, scales, *kernels)
     if config.kernel == GEMV:
         rows = input_of(x, a.hidden_states_scale, a.scheme, gpu.native)
         return run(gemv.launches(a, rows, w13, w2, activation, scaling, config, gpu), device, gpu)
-    layer = (w13, w2, activation, scaling, config, gpu)
+    operands = (w13, w2, activation, scaling, config, gpu)
     if not 0 < a.chunk_rows < M:
-        return run(_launches(a, *layer), device, gpu)
+        return run(_launches(a, *operands), device, gpu)
     parts = chunks(a)
     behind = parts[0].topk_ids.numel() * K if x_scale == "tensor" else None
-    run_in_chunks(a, parts, lambda part, *how: _launches(part, *layer, *how), behind, gpu)
+    run_in_chunks(a, parts, lambda part, *how: _launches(part, *operands, *how), behind, gpu)
 
 
 def _launches(
@@ -171,9 +172,9 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
-    facts = (dtype.itemsize, False, gpu, w_scale, x_scale, activation.GATED)
+    facts = (dtype.itemsize, False, w_scale, x_scale, activation.GATED)
     one_config = a.batch_invariant and not same_bits_in_all_tiles(dtype, device)
-    config = (for_any_batch if one_config else choose)(E * T, E, K, I, *facts)
+    config = (for_any_batch if one_config else choose)(Layer(E * T, E, K, I, gpu), *facts)
     run_in_chunks(
         a,
         batched_chunks(a),
@@ -239,7 +240,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w_scale, x_scale, *_ = scaling
     one_config = a.batch_invariant and not same_bits_in_all_tiles(out.dtype, device)
     config = (for_any_batch if one_config else choose)(
-        S, E, K, K, out.dtype.itemsize, False, gpu, w_scale, x_scale, False
+        Layer(S, E, K, K, gpu), out.dtype.itemsize, False, w_scale, x_scale, False
     )
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.backends.triton import mixed
 from moe_ops.choose import mixed as choose
-from moe_ops.choose.table import ROWS_OF_ANY_BATCH
+from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Layer
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.comm.push import sum_ranks
@@ -22,7 +22,6 @@ from moe_ops.kernels.configs import (
     SM90_WGMMA,
     GemmConfig,
     LayerConfig,
-    pairs_here,
     sort_chunk,
 )
 from moe_ops.kernels.gemm import sm80_mma as plain_mma
@@ -81,15 +80,15 @@ def _config(
     (M, top_k), E, K = a.topk_ids.shape, a.w2.shape[0], a.out.shape[1]
     I, dtype = _columns(w2), a.hidden_states.dtype  # noqa: E741
     bits, chunk = (_bits(w13), _bits(w2)), sort_chunk(M * top_k)
-    rows = pairs_here(M * top_k, E, a.global_experts)
+    layer = Layer(M * top_k, E, K, I, gpu, top_k, a.global_experts)
     wgmma = direct = False
     if a.batch_invariant:
-        rows = ROWS_OF_ANY_BATCH * E
+        layer = layer.with_rows(ROWS_OF_ANY_BATCH * E)
     elif isinstance(w13, MixedOperand) and isinstance(w2, MixedOperand):
         if M == 1 and gemv.why_not_one(w13) is gemv.why_not_one(w2) is None:
-            return choose.gemv_of_two_formats(top_k, K, I, bits, chunk, gpu)
+            return choose.gemv_of_two_formats(layer, bits)
         most = max(bits)  # products in fewer bits are faster by others for some more rows
-        if choose.many_rows(rows, E, I, most) and mixed.runs_packed(a, w13, w2, None):
+        if choose.many_rows(layer, most) and mixed.runs_packed(a, w13, w2, None):
             return choose.MANY_ROWS
         wgmma, direct = mixed.runs_wgmma(a, w13, w2, dtype, None), M == 1
         direct = direct and not wgmma
@@ -98,8 +97,7 @@ def _config(
         narrow = w13 if isinstance(w13, MixedOperand) else w2
         assert isinstance(narrow, MixedOperand), (w13, w2)
         wgmma = not direct and mixed.runs_wgmma(a, narrow, narrow, dtype, None)
-    facts = (dtype, activation.GATED, direct, wgmma, gpu, chunk)
-    return choose.of_two_formats(rows, E, K, I, bits, *facts)
+    return choose.of_two_formats(layer, bits, dtype, activation.GATED, direct, wgmma, chunk)
 
 
 def _launches(
@@ -168,9 +166,9 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     w13, w2 = _weights(a, gpu)
     activation = activated(a.activation, a.alpha, a.beta, a.limit)
     rows = (ROWS_OF_ANY_BATCH if a.batch_invariant else T) * E
-    bits, facts = (_bits(w13), _bits(w2)), (False, False, gpu, sort_chunk(E * T))
-    sizes = (rows, E, K, _columns(w2), bits, x.dtype, activation.GATED)
-    config = choose.of_two_formats(*sizes, *facts)
+    bits, layer = (_bits(w13), _bits(w2)), Layer(rows, E, K, _columns(w2), gpu)
+    how = (activation.GATED, False, False, sort_chunk(E * T))
+    config = choose.of_two_formats(layer, bits, x.dtype, *how)
     for part in batched_chunks(a):
         run(_batched_launches(part, activation, config, gpu), x.get_device(), gpu)
 

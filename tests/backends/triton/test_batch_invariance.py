@@ -201,19 +201,16 @@ def test_a_tier_that_is_let_through_is_seen():
         off = [computed("experts", scheme, BF16, M, False) for M in COUNTS]
         assert any(facts != off[0] for facts in off[1:]), scheme
 
-    def by_rows(rows, groups, *facts):
-        return plain.choose(rows, groups, *facts)
-
-    with mock.patch.object(plain, "for_any_batch", by_rows):
+    with mock.patch.object(plain, "for_any_batch", choose.choose):
         leaking = [computed("experts", "", FP32, M, True) for M in COUNTS]
     assert any(facts != leaking[0] for facts in leaking[1:])
     with mock.patch.object(choose, "_has_wgmma_of_8_bits", lambda config: True):
-        choose._for_experts.cache_clear()
+        choose.for_experts.cache_clear()
         try:
             with pytest.raises(AssertionError, match="2 >= 4"):
                 sums(computed("experts", "fp8_block", BF16, 8, True))
         finally:
-            choose._for_experts.cache_clear()
+            choose.for_experts.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -332,10 +329,9 @@ def test_the_interpreter_sees_a_kernel_that_is_let_through(monkeypatch):
     """That of one token."""
     chosen = plain.for_any_batch
 
-    def leaking(rows, E, K, I, *facts):  # noqa: E741
-        config = chosen(rows, E, K, I, *facts)
-        one = choose._choose_gemv(False, 4, K, I, config.sort_chunk)
-        return one if rows == TOP_K else config
+    def leaking(layer, *facts):
+        one = choose.choose_gemv(layer, False, 4)
+        return one if layer.pairs == TOP_K else chosen(layer, *facts)
 
     monkeypatch.setattr(plain, "for_any_batch", leaking)
     with pytest.raises(AssertionError, match="torch.equal"):

@@ -17,6 +17,7 @@ from tests.support.cases import BF16, FP32, Case
 pytest.importorskip("triton.experimental.gluon")
 
 from moe_ops.choose import candidates, mixed
+from moe_ops.choose.table import Layer
 from moe_ops.kernels.configs import SM90_MMA, GemmConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import configs, sm90_decode, sm90_mainloop, sm90_mma
@@ -122,7 +123,7 @@ def test_where_all_of_h_is_brought_at_once(tile, rows):
 @pytest.mark.parametrize("top_k, I", [(1, 8192), (2, 8192), (2, 14336), (4, 2880), (4, 4096)])
 def test_all_of_h_has_the_chunks_of_all_rounds(top_k, I):  # noqa: E741
     """Whatever config a search tries: those past the row's end are zeros, too."""
-    base = mixed._choose_token(top_k, 2880, I, 128, 32, 64, GPU)
+    base = mixed.choose_token(Layer(top_k, 8, 2880, I, GPU, top_k), 128, 32)
     slots, whole = configs.token_slots(top_k), 0
     ((_, twos),) = candidates.token_space(base, top_k, 2880, I, 32)
     for block_n, _, depth, warps in {two.gemm2 for two in (base, *twos)}:
@@ -176,12 +177,13 @@ def test_rows_under_batch_invariant_are_summed_in_segments(scheme, scales, K, pa
     found = configs.in_segments(w, w, top_k)
     assert found is not None
     assert [one.segments for one in found] == [parts, parts if top_k <= 8 else 1]
-    token = mixed.token_of_any_batch(top_k, *found)
+    token = mixed.token_of_any_batch(top_k, *[one.segments for one in found])
     for one, gemm in zip(found, (token.gemm1, token.gemm2), strict=True):
         tile = sm90_mma._tile_of(one, gemm)
         assert (tile.SPLIT, tile.K_PART * one.segments, tile.TWO) == (one.segments, K, False)
     for rows in (1, 8, 100, 300, 1000, 10000):
-        many = mixed.wgmma_for_any_batch(rows, *found, GPU)
+        layer = Layer(rows, w.E, K, K, GPU)
+        many = mixed.wgmma_for_any_batch(layer, *found)
         for one, gemm in zip(found, (many.gemm1, many.gemm2), strict=True):
             assert K // one.segments % one.block_k(gemm) == 0 and many.split_k == 1
             if many.block_m == 64:  # registers for two sums
@@ -235,7 +237,8 @@ def test_which_token_these_kernels_serve():
         (2, 4096, 6400, 128, 128): ((16, 8, 4), (32, 2, 16)),
         (4, 3072, 1024, 128, 128): ((16, 6, 4), (64, 4, 8)),
     }.items():
-        found = mixed._choose_token(*sizes, 64, GPU)
+        top_k, K, I, *scales = sizes  # noqa: E741
+        found = mixed.choose_token(Layer(top_k, 8, K, I, GPU, top_k), *scales)
         gemms = [(g.block_n, g.num_stages, g.num_warps) for g in (found.gemm1, found.gemm2)]
         assert found.kernel == SM90_MMA and tuple(gemms) == expected
 
@@ -245,7 +248,7 @@ def test_which_token_these_kernels_serve():
 )
 def test_search_tries_parts_that_rows_have(top_k, K, I, group):  # noqa: E741
     """And as many warps of GEMM2 as slots and parts."""
-    base = mixed._choose_token(top_k, K, I, 128, group, 64, GPU)
+    base = mixed.choose_token(Layer(top_k, 8, K, I, GPU, top_k), 128, group)
     ((ones, twos),) = candidates.token_space(base, top_k, K, I, group)
     assert base.gemm1 in [one.gemm1 for one in ones] and base.gemm2 in [t.gemm2 for t in twos]
     slots = configs.token_slots(top_k)
