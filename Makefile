@@ -12,8 +12,8 @@ EXAMPLES ?= 20000
 PART ?= $(shell echo $$(($$(date +%s) / 86400 % 14)))
 SEED ?= 0
 
-.PHONY: venv demo check test test-all fuzz fuzz-sanitized native native-check docs compile-matrix test-gpu sanitize-cuda lint \
-  bench bench-gpu bench-gpus clean
+.PHONY: venv demo check test test-all fuzz fuzz-sanitized native native-check docs tree compile-matrix test-gpu sanitize-cuda \
+  lint bench bench-gpu bench-gpus clean
 
 venv: $(STAMP)
 
@@ -91,6 +91,10 @@ native-check: venv
 # The site, in site/. Nothing is downloaded, and a warning is an error.
 docs: venv
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+# The tree of files in DESIGN.md.
+tree: venv
+	$(PY) -m tools.tree --write
 
 # Every configuration of every kernel with every supported Triton, for SM80, 89, 90, 100 and 120; no GPU
 # is needed. An hour or two on two cores; the installed version's alone: tools/compile_matrix.py

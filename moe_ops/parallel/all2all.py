@@ -6,8 +6,8 @@ import importlib.util
 from typing import NamedTuple
 
 
-class Library(NamedTuple):
-    """Of dispatchers that are not moe_ops' own.
+class Adapted(NamedTuple):
+    """The library of a dispatcher that moe_ops runs by an adapter of somebody else's.
 
     Args:
         module: what Python imports.
@@ -18,9 +18,9 @@ class Library(NamedTuple):
     source: str
 
 
-_DEEP_EP = Library("deep_ep", "https://github.com/deepseek-ai/DeepEP")
-_FLASHINFER = Library("flashinfer", "pip install flashinfer-python")
-_MORI = Library("mori", "https://github.com/ROCm/mori")
+_DEEP_EP = Adapted("deep_ep", "https://github.com/deepseek-ai/DeepEP")
+_FLASHINFER = Adapted("flashinfer", "pip install flashinfer-python")
+_MORI = Adapted("mori", "https://github.com/ROCm/mori")
 # what moe_ops runs itself, and what it has no adapter for
 OWN = ("allgather_reducescatter", "all_to_all", "symmetric_memory")
 LIBRARIES = {
@@ -33,7 +33,7 @@ LIBRARIES = {
     "mori": _MORI,  # either of the next two
     "mori_high_throughput": _MORI,
     "mori_low_latency": _MORI,
-    "nixl_ep": Library("nixl_ep", "https://github.com/ai-dynamo/nixl"),
+    "nixl_ep": Adapted("nixl_ep", "https://github.com/ai-dynamo/nixl"),
 }
 NAMES = ("naive", *OWN, *LIBRARIES)
 # those whose rows arrive as a padded block for each local expert

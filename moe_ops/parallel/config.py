@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MESH_DIMS = ("dp", "pcp", "tp")
 
 
-class _Kept(TypedDict, total=False):
+class _Fields(TypedDict, total=False):
     """Fields that all constructors take as they are."""
 
     all2all_backend: str
@@ -27,7 +27,7 @@ class _Kept(TypedDict, total=False):
     expert_placement: str
 
 
-class _Options(_Kept, total=False):
+class _Options(_Fields, total=False):
     """What `make` takes beside sizes and ranks."""
 
     enable_expert_parallel: bool
@@ -112,7 +112,7 @@ class ParallelConfig:
         sp_size: int = 1,
         sp_rank: int = 0,
         enable_expert_parallel: bool = False,
-        **kept: Unpack[_Kept],
+        **kept: Unpack[_Fields],
     ) -> ParallelConfig:
         """Shard a layer over a deployment of dp_size * pcp_size * tp_size devices.
 

@@ -43,7 +43,7 @@ class _Buffer:
         self.meta, self.rows = meta[parity], rows[parity]
 
 
-class Exchange:
+class Epoch:
     """One epoch of a mailbox."""
 
     def __init__(self, mailbox: Mailbox, dtype: torch.dtype, timeout: float) -> None:
@@ -95,21 +95,21 @@ def push_rows(
     timeout: float,
 ) -> None:
     """Rows of all ranks, with the ids and weights of their experts if given."""
-    exchange = Exchange(mailbox, x.dtype, timeout)
+    epoch = Epoch(mailbox, x.dtype, timeout)
     T, top_k = mailbox.layout.max_num_tokens, mailbox.layout.top_k
     (M, K), meta = x.shape, None
     if topk_ids is not None and topk_weights is not None:
         ids = topk_ids.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
         meta = torch.cat([ids, topk_weights.to(torch.float32).view(torch.int32)], 1)
-    for after in range(1, exchange.size):
-        exchange.send(after, x, meta, M)
-    for after in range(exchange.size):
-        rank = (exchange.rank + after) % exchange.size
+    for after in range(1, epoch.size):
+        epoch.send(after, x, meta, M)
+    for after in range(epoch.size):
+        rank = (epoch.rank + after) % epoch.size
         here = slice(rank * T, (rank + 1) * T)
         count, rows, words = M, x, meta
         if after > 0:
-            count = exchange.wait(after)
-            rows, words = exchange.received(after)
+            count = epoch.wait(after)
+            rows, words = epoch.received(after)
         out[here] = 0
         out[here][:count] = rows[:count, :K]
         if out_ids is not None and out_weights is not None and words is not None:
@@ -125,16 +125,16 @@ def push_sums(
     timeout: float,
 ) -> None:
     """The sums over all ranks of the rows of this one, in fp32 and in the order of ranks."""
-    exchange = Exchange(mailbox, x.dtype, timeout)
+    epoch = Epoch(mailbox, x.dtype, timeout)
     T, (M, K) = mailbox.layout.max_num_tokens, out.shape
-    parts = x.view(exchange.size, T, K)
-    for after in range(1, exchange.size):
-        exchange.send(after, parts[(exchange.rank + after) % exchange.size], None, M)
-    for after in range(1, exchange.size):
-        exchange.wait(after)
+    parts = x.view(epoch.size, T, K)
+    for after in range(1, epoch.size):
+        epoch.send(after, parts[(epoch.rank + after) % epoch.size], None, M)
+    for after in range(1, epoch.size):
+        epoch.wait(after)
     total = torch.zeros(M, K, dtype=torch.float32)
-    for rank in range(exchange.size):
-        after = (rank - exchange.rank) % exchange.size
-        rows = exchange.received(after)[0] if after > 0 else parts[exchange.rank]
+    for rank in range(epoch.size):
+        after = (rank - epoch.rank) % epoch.size
+        rows = epoch.received(after)[0] if after > 0 else parts[epoch.rank]
         total += rows[:M, :K].to(torch.float32)
     out.copy_(total)

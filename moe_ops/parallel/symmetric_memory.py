@@ -7,6 +7,7 @@ T = max_num_tokens.
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -41,6 +42,10 @@ class Exchange(NamedTuple):
     timeout: int
     label: str
 
+    def mailbox(self, kind: str, device: torch.device, row_bytes: int, top_k: int = 0) -> Mailbox:
+        layout = SymmetricLayout(self.size, self.max_num_tokens, row_bytes, top_k)
+        return mailbox_of(self.group, device, kind, layout, self.label)
+
 
 def _words(rows: Tensor) -> Tensor:
     """Rows as integers, of 32 bits if they fill those, for kernels that copy them."""
@@ -68,60 +73,47 @@ def _spins(timeout: int) -> int:
     return min(timeout * _SPINS_A_SECOND, 2**31 - 1)
 
 
-def _run(launched: launch.Launch, device: torch.device) -> None:
-    launch.run([launched], device.index, launch.gpu(device.index))
-
-
-def _late(label: str, error: Exception) -> RuntimeError:
-    return RuntimeError(
-        f"{label} could not exchange tokens with the other ranks: one of them ended, or did not "
-        "call the layer within the timeout of the dispatcher. The first error in the logs of all "
-        f"ranks says more. Here: {error}"
-    )
+def _push(
+    kernel: Lazy, on_cpu: Callable, tensors: Sequence, mailbox: Mailbox, told: Exchange
+) -> None:
+    """Run a kernel of kernels/comm/push, or what stands in for it on CPUs."""
+    device = tensors[0].device
+    if device.type == "cuda":
+        launched = kernel(*tensors, mailbox, _spins(told.timeout))
+        launch.run([launched], device.index, launch.gpu(device.index))
+        return
+    try:
+        on_cpu(*tensors, mailbox, told.timeout)
+    except stand_in.Late as error:
+        raise RuntimeError(
+            f"{told.label} could not exchange tokens with the other ranks: one of them ended, or "
+            "did not call the layer within the timeout of the dispatcher. The first error in the "
+            f"logs of all ranks says more. Here: {error}"
+        ) from error
 
 
 def _gather(
-    x: Tensor,
-    topk_ids: Tensor | None,
-    topk_weights: Tensor | None,
-    group: str,
-    size: int,
-    max_num_tokens: int,
-    timeout: int,
-    label: str,
+    x: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None, *told: Any
 ) -> list[Tensor]:
-    K = x.shape[1]
-    top_k = 0 if topk_ids is None else topk_ids.shape[1]
-    layout = SymmetricLayout(size, max_num_tokens, K * x.itemsize, top_k)
+    """The operator of `Dispatch`, whose schema names what it is told: an `Exchange`."""
+    exchange = Exchange(*told)
     # rows without flags leave a mailbox as they found it, others do not
     kind = "packed tokens" if has_flags(x.dtype) else "tokens"
-    mailbox = mailbox_of(group, x.device, kind, layout, label)
-    outs = _gathered(x, topk_ids, topk_weights, group, size, max_num_tokens, timeout, label)
-    out, ids, weights = (*outs, None, None)[:3]
+    top_k = 0 if topk_ids is None else topk_ids.shape[1]
+    mailbox = exchange.mailbox(kind, x.device, x.shape[1] * x.itemsize, top_k)
+    outs = _gathered(x, topk_ids, topk_weights, *told)
     routed = [None if t is None else t.contiguous() for t in (topk_ids, topk_weights)]
-    tensors = out, ids, weights, x.contiguous(), *routed
-    if x.is_cuda:
-        _run(_PUSH_ROWS(*tensors, mailbox, _spins(timeout)), x.device)
-    else:
-        try:
-            stand_in.push_rows(*tensors, mailbox=mailbox, timeout=timeout)  # type: ignore[misc,arg-type]
-        except stand_in.Late as error:
-            raise _late(label, error) from error
+    tensors = (*outs, None, None)[:3] + (x.contiguous(), *routed)
+    _push(_PUSH_ROWS, stand_in.push_rows, tensors, mailbox, exchange)
     return outs
 
 
 def _gathered(
-    x: Tensor,
-    topk_ids: Tensor | None,
-    topk_weights: Tensor | None,
-    group: str,
-    size: int,
-    max_num_tokens: int,
-    timeout: int,
-    label: str,
+    x: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None, *told: Any
 ) -> list[Tensor]:
     """What `_gather` writes."""
-    rows = size * max_num_tokens
+    exchange = Exchange(*told)
+    rows = exchange.size * exchange.max_num_tokens
     outs = [x.new_empty(rows, x.shape[1])]
     if topk_ids is not None:
         shape = rows, topk_ids.shape[1]
@@ -130,23 +122,14 @@ def _gathered(
 
 
 def _reduce(x: Tensor, num_tokens: int, group: str, size: int, timeout: int, label: str) -> Tensor:
-    K = x.shape[1]
-    layout = SymmetricLayout(size, x.shape[0] // size, K * x.itemsize)
-    mailbox = mailbox_of(group, x.device, "outputs", layout, label)
-    out = _reduced(x, num_tokens, group, size, timeout, label)
-    if x.is_cuda:
-        _run(_PUSH_SUMS(out, x.contiguous(), mailbox, _spins(timeout)), x.device)
-    else:
-        try:
-            stand_in.push_sums(out, x.contiguous(), mailbox, timeout)
-        except stand_in.Late as error:
-            raise _late(label, error) from error
+    exchange = Exchange(group, size, x.shape[0] // size, timeout, label)
+    mailbox = exchange.mailbox("outputs", x.device, x.shape[1] * x.itemsize)
+    out = _reduced(x, num_tokens)
+    _push(_PUSH_SUMS, stand_in.push_sums, (out, x.contiguous()), mailbox, exchange)
     return out
 
 
-def _reduced(
-    x: Tensor, num_tokens: int, group: str, size: int, timeout: int, label: str
-) -> Tensor:
+def _reduced(x: Tensor, num_tokens: int, *_: Any) -> Tensor:
     return x.new_empty(num_tokens, x.shape[1])
 
 
@@ -155,35 +138,28 @@ class _Opened:
     """The exchange that an operator of experts is told of: `moe_ops.ops.exchange.Opened`."""
 
     out: Tensor  # (R * T, K)
-    group: str
-    size: int
-    timeout: int
-    label: str
+    told: Exchange
     quantized: bool  # tokens are, before they travel
-
-    def _mailbox(self, kind: str, row_bytes: int) -> Mailbox:
-        layout = SymmetricLayout(self.size, self.out.shape[0] // self.size, row_bytes)
-        return mailbox_of(self.group, self.out.device, kind, layout, self.label)
 
     @property
     def arrivals(self) -> Mailbox:
         K, itemsize = self.out.shape[1], self.out.itemsize
+        kind, row_bytes = "tokens", K * itemsize
         if self.quantized:
-            return self._mailbox("packed tokens", packed_bytes(K))
-        return self._mailbox("tokens", K * itemsize)
+            kind, row_bytes = "packed tokens", packed_bytes(K)
+        return self.told.mailbox(kind, self.out.device, row_bytes)
 
     @property
     def mailbox(self) -> Mailbox:
-        return self._mailbox("outputs", self.out.shape[1] * self.out.itemsize)
+        row_bytes = self.out.shape[1] * self.out.itemsize
+        return self.told.mailbox("outputs", self.out.device, row_bytes)
 
     @property
     def spins(self) -> int:
-        return _spins(self.timeout)
+        return _spins(self.told.timeout)
 
     def gather(self, x: Tensor) -> Tensor:
-        T = self.out.shape[0] // self.size
-        how = self.group, self.size, T, self.timeout, self.label
-        return _gather(x, None, None, *how)[0]
+        return _gather(x, None, None, *self.told)[0]
 
     def gather_quantized(self, x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
         sent, K = quantize_for(x, scheme), x.shape[1]
@@ -192,9 +168,8 @@ class _Opened:
         return rows, packed[:, K // 4 :].view(torch.float32)
 
     def add(self) -> None:
-        T = self.out.shape[0] // self.size
-        how = self.group, self.size, self.timeout, self.label
-        self.out[:T] = _reduce(self.out, T, *how)
+        group, size, T, timeout, label = self.told
+        self.out[:T] = _reduce(self.out, T, group, size, timeout, label)
 
 
 def _open(name: str, out: Tensor, num_rows: int) -> _Opened:
@@ -217,7 +192,8 @@ def _open(name: str, out: Tensor, num_rows: int) -> _Opened:
             f"hidden_states must have the {rows} rows of all ranks, or at most {rows // size} of "
             f"this one, got {num_rows}"
         )
-    return _Opened(out, group, size, timeout, label, sends_quantized(name))
+    told = Exchange(group, size, rows // size, timeout, label)
+    return _Opened(out, told, sends_quantized(name))
 
 
 register_opener(_open)
@@ -239,49 +215,42 @@ _REDUCE_OP = register_function(
 
 
 class Dispatch(torch.autograd.Function):
-    """Rows (M, ...) of all ranks, (R * T, ...), sent together: those from M on are zero, and name
-    no expert.
+    """Rows (M, ...) of all ranks, (R * T, ...), and the ids and weights of their experts if they
+    are given, sent together: those from M on are zero, and name no expert.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+        ctx: Any,
+        exchange: Exchange,
+        x: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.num_tokens, ctx.dtype = exchange, x.shape[0], topk_weights.dtype
-        out, ids, weights = _GATHER_OP(x, topk_ids, topk_weights, *exchange)
-        ctx.mark_non_differentiable(ids)
+        ctx.exchange, ctx.num_tokens = exchange, x.shape[0]
+        outs = _GATHER_OP(x, topk_ids, topk_weights, *exchange)
+        if topk_weights is not None:
+            ctx.dtype = topk_weights.dtype
+            ctx.mark_non_differentiable(outs[1])
         ctx.set_materialize_grads(False)
-        return out, ids, weights
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, _, weights = grads
+        x, _, weights = (*grads, None, None)[:3]
         if x is not None:
             needed = ctx.needs_input_grad[1]
-            x = Combine.apply(ctx.exchange, x, ctx.num_tokens) if needed else None
+            x = AddRanks.apply(ctx.exchange, x, ctx.num_tokens) if needed else None
         if weights is not None and not ctx.needs_input_grad[3]:
             weights = None
         if weights is not None:
-            weights = Combine.apply(ctx.exchange, weights, ctx.num_tokens)
+            weights = AddRanks.apply(ctx.exchange, weights, ctx.num_tokens)
             if weights.dtype != ctx.dtype:  # a cast to its own loses gradients
                 weights = weights.to(ctx.dtype)
         return None, x, None, weights
 
 
-class Gather(torch.autograd.Function):
-    """Rows (M, K) of all ranks, (R * T, K); those from M on are zero."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
-        ctx.exchange, ctx.num_tokens = exchange, x.shape[0]
-        return _GATHER_OP(x, None, None, *exchange)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, Combine.apply(ctx.exchange, grads[0], ctx.num_tokens)
-
-
-class Combine(torch.autograd.Function):
+class AddRanks(torch.autograd.Function):
     """(R * T, K) -> (M, K), summed over ranks in fp32 and in their order, rounded once."""
 
     @staticmethod
@@ -292,7 +261,7 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, Gather.apply(ctx.exchange, grads[0]), None
+        return None, Dispatch.apply(ctx.exchange, grads[0], None, None)[0], None
 
 
 @dataclass(frozen=True)
@@ -435,4 +404,4 @@ class SymmetricMemory(PaddedDispatcher):
                 f"{num_tokens}: pass what this rank has dispatched"
             )
         torch._check(num_tokens <= self.max_num_tokens, lambda: "num_tokens is too large")
-        return Combine.apply(self._exchange, out, num_tokens)
+        return AddRanks.apply(self._exchange, out, num_tokens)

@@ -22,7 +22,7 @@ DTYPE = torch.bfloat16  # which every backend takes
 ACTIVATION = "silu"
 
 
-class Shape(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes of a call; K and I grow to a multiple that the backend and the scheme take."""
 
     M: int
@@ -36,9 +36,9 @@ class Shape(NamedTuple):
 # The first two share their weights and most constants of kernels. The last one has several tiles
 # of rows an expert, and sizes that fill no tile where the backend takes such.
 SHAPES = (
-    Shape(33, 5, 2, 256, 128, (128,)),
-    Shape(1, 5, 2, 256, 128, (128,)),
-    Shape(200, 5, 3, 264, 136, (8, 128)),
+    Sizes(33, 5, 2, 256, 128, (128,)),
+    Sizes(1, 5, 2, 256, 128, (128,)),
+    Sizes(200, 5, 3, 264, 136, (8, 128)),
 )
 
 
@@ -46,7 +46,7 @@ class Case(NamedTuple):
     """One call. ``known_scale``: nvfp4's global scale of activations is known beforehand."""
 
     scheme: str
-    shape: Shape
+    shape: Sizes
     multiple: int
     bias: bool
     known_scale: bool = False
@@ -80,7 +80,7 @@ class Case(NamedTuple):
         return f"M={self.shape.M} E={self.shape.E} top_k={self.shape.top_k} K={K} I={I}{bias}"
 
 
-class Inputs(NamedTuple):
+class Given(NamedTuple):
     """Arguments of `fused_experts` on a CPU."""
 
     x: Tensor
@@ -148,7 +148,7 @@ def _weights(
     return found[0], found[1]
 
 
-def inputs(case: Case) -> Inputs:
+def inputs(case: Case) -> Given:
     """Unit-scale data and router weights of which no two are near each other.
 
     Expert 1 has no tokens. Of more than one token, the ids of some name no expert, and the first
@@ -171,7 +171,7 @@ def inputs(case: Case) -> Inputs:
         x[nowhere(ids, E)] = math.nan
         weights[nowhere(ids, E)] = math.nan
     w13_bias, w2_bias = (normal(E, 2 * I), normal(E, K)) if case.bias else (None, None)
-    return Inputs(
+    return Given(
         x, *_weights(case.scheme, E, K, I, case.known_scale), weights, ids, w13_bias, w2_bias
     )
 
@@ -188,7 +188,7 @@ class Checked(NamedTuple):
     wrong: str  # what is wrong beside the error, "" if nothing
 
 
-def compare(out: Tensor, given: Inputs, expected: Tensor) -> Checked:
+def compare(out: Tensor, given: Given, expected: Tensor) -> Checked:
     """Compare a result (M, K) with the fp64 one."""
     out = out.double()
     if out.shape != expected.shape:
@@ -202,7 +202,7 @@ def compare(out: Tensor, given: Inputs, expected: Tensor) -> Checked:
 
 
 @functools.lru_cache(maxsize=4)
-def expected(case: Case) -> tuple[Inputs, Tensor]:
+def expected(case: Case) -> tuple[Given, Tensor]:
     """The inputs of a case and its fp64 result."""
     given = inputs(case)
     return given, reference.experts(*given)

@@ -17,7 +17,7 @@ from moe_ops import backends as backends_module
 from moe_ops import environment
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
 from moe_ops.selfcheck import cases
-from moe_ops.selfcheck.cases import SHAPES, Shape
+from moe_ops.selfcheck.cases import SHAPES, Sizes
 from moe_ops.selfcheck.pairs import Pair, all_pairs
 from moe_ops.selfcheck.report import NOT_RUN, RAISED, Row, SelfCheck, from_json, machine_line
 
@@ -98,7 +98,7 @@ class _Calls(threading.Thread):
         self.calls = [(pair, shape) for shape in SHAPES for pair in taken if shape in pair.taken]
         self.device, self.progress, self.deadline = device, progress, deadline
         self.lost = ""  # why no more calls can be made, "" if they can
-        self.current: tuple[Pair, Shape] | None = None
+        self.current: tuple[Pair, Sizes] | None = None
         self.error: BaseException | None = None
 
     def run(self) -> None:

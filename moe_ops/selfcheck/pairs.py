@@ -21,7 +21,7 @@ from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 from moe_ops.schemes import get_scheme
 from moe_ops.selfcheck import cases
-from moe_ops.selfcheck.cases import SHAPES, Case, Shape
+from moe_ops.selfcheck.cases import SHAPES, Case, Sizes
 from moe_ops.selfcheck.report import AGREES, DIFFERS, NOT_RUN, RAISED, REFUSED, Row
 
 
@@ -32,7 +32,7 @@ class Pair:
     scheme: str
     backend: Backend
     prepared: bool
-    taken: dict[Shape, list[Case]]  # calls that the backend says it takes, the one to make first
+    taken: dict[Sizes, list[Case]]  # calls that the backend says it takes, the one to make first
     reason: str = ""  # why there are none, or why one was refused after all
     verdict: str = ""
     errors: list[float] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Pair:
         ran = len(self.token_counts) == len(self.taken)
         return ran or bool(self.reason) or self.verdict == RAISED
 
-    def run(self, shape: Shape, device: torch.device) -> None:
+    def run(self, shape: Sizes, device: torch.device) -> None:
         """Make the first call of a shape that is not refused after all, for its tensors."""
         for case in self.taken[shape]:
             try:
@@ -77,7 +77,7 @@ class Pair:
         elif not self.verdict:
             self.verdict = AGREES
 
-    def _arguments(self, given: cases.Inputs, device: torch.device) -> dict[str, Any]:
+    def _arguments(self, given: cases.Given, device: torch.device) -> dict[str, Any]:
         """The arguments of `fused_experts`, on the device: copies, which a backend may spoil."""
         from moe_ops.tensors import prepare
 
@@ -141,7 +141,7 @@ def pairs_of(scheme: str, backend: Backend, here: Machine, named: bool) -> Itera
     a reason if neither is.
     """
     refusals: list[list[str]] = []
-    taken: dict[bool, dict[Shape, list[Case]]] = {False: {}, True: {}}
+    taken: dict[bool, dict[Sizes, list[Case]]] = {False: {}, True: {}}
     for shape, bias in product(SHAPES, (True, False)):
         for multiple in shape.multiples:
             case = Case(scheme, shape, multiple, bias)

@@ -13,6 +13,7 @@ import torch
 import moe_ops
 from moe_ops.schemes import SCHEMES
 from tests.support.paths import ROOT
+from tools import tree
 
 PACKAGE = Path(moe_ops.__file__).parent
 
@@ -163,22 +164,26 @@ def test_documents_stand_on_the_site():
         assert f" {name}\n" in text or name.startswith(folders), f"mkdocs.yml lacks {name}"
 
 
-def test_the_tree_names_every_file():
-    """DESIGN.md's, a folder with a slash behind its name and its files below."""
-    tree = (ROOT / "DESIGN.md").read_text().partition("## 2. The tree")[2].split("```")[1]
-    named, folder = set(), Path()
-    for line in tree.strip().splitlines():
-        heading = re.match(r"( *)(\w+)/", line)
-        if heading:
-            folder = Path(*folder.parts[: len(heading[1]) // 2], heading[2])
-        else:
-            named |= {folder / f"{name}.py" for name in line.strip(" ,").split(", ")}
-    files = {
-        path.relative_to(ROOT)
-        for path in (ROOT / "moe_ops").rglob("*.py")
-        if path.name != "__init__.py"
-    }
-    assert named == files
+def test_the_tree_is_that_of_the_files():
+    text = (ROOT / "DESIGN.md").read_text()
+    assert tree.up_to_date(text) == text, "the tree in DESIGN.md is behind: make tree"
+
+
+def test_a_tree_that_is_behind_is_made_anew(tmp_path):
+    """Notes and the order of folders stay; a new folder brings its docstring's first line."""
+    for name in ("a/b/__init__", "a/b/one", "a/b/two", "a/new/__init__", "a/new/three", "a/four"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.py").touch()
+    (tmp_path / "a/new/__init__.py").write_text('"""A room.\n\nMore."""\n')
+    block = "a/   the top\n    four, gone\n  gone/\n      x\n  b/                      a note\n"
+    assert tree.tree(block, tmp_path).splitlines() == [
+        "a/                        the top",
+        "    four",
+        "  b/                      a note",
+        "      one, two",
+        "  new/                    A room.",
+        "      three",
+    ]
 
 
 def parameters(page: str) -> list[list[str]]:

@@ -7,14 +7,14 @@ import torch
 
 from moe_ops.schemes import SCHEMES
 from moe_ops.selfcheck import reference
-from moe_ops.selfcheck.cases import Case, Shape, allowed_error, compare, inputs
+from moe_ops.selfcheck.cases import Case, Sizes, allowed_error, compare, inputs
 from tests.support import cases, oracle
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda name: name or "plain")
 def test_reference_is_the_oracle(scheme):
     for M, bias in ((1, False), (9, True)):
-        given = inputs(Case(scheme, Shape(M, 3, 2, 64, 32, (1,)), 1, bias))
+        given = inputs(Case(scheme, Sizes(M, 3, 2, 64, 32, (1,)), 1, bias))
         biases = {"w13_bias": given.w13_bias, "w2_bias": given.w2_bias}
         want = oracle.experts(*given[:5], **biases)
         # where the last bit of fp32 decides, activations are quantized to other codes
@@ -30,7 +30,7 @@ def test_what_agrees_is_what_the_tests_allow(device):
 
 def test_inputs_hold_every_kind_of_id():
     for M in (1, 33):
-        given = inputs(Case("", Shape(M, 5, 2, 64, 32, (1,)), 1, False))
+        given = inputs(Case("", Sizes(M, 5, 2, 64, 32, (1,)), 1, False))
         ids = given.topk_ids
         assert not (ids == 1).any()  # an expert without tokens
         assert ((ids < 0) | (ids >= 5)).any() == (M > 1)
@@ -41,7 +41,7 @@ def test_inputs_hold_every_kind_of_id():
 
 
 def test_a_result_is_compared_in_every_respect():
-    given = inputs(Case("", Shape(9, 3, 2, 64, 32, (1,)), 1, False))
+    given = inputs(Case("", Sizes(9, 3, 2, 64, 32, (1,)), 1, False))
     want = reference.experts(*given)
     nowhere = torch.isnan(given.x).any(1)
     assert compare(want.bfloat16(), given, want).error < 2**-8

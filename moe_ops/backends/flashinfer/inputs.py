@@ -87,7 +87,7 @@ def store_factors(out_ptr, scale_ptr, a, e, mask, FACTORS: tl.constexpr):
 
 
 @arguments
-class Route:
+class RouteArguments:
     local: Pointer  # (M, top_k) int32, written: local experts, -1 if not here and for repeats
     # (M, top_k) fp32, written: router weights; those of repeats are added to the first
     sums: Pointer
@@ -99,7 +99,7 @@ class Route:
     BLOCK_M: Constant  # tokens of a program
 
 
-@kernel(Route)
+@kernel(RouteArguments)
 def moe_ops_flashinfer_route(
     local_ptr,
     sums_ptr,
@@ -197,7 +197,7 @@ def route(
     elif scheme.factors == "quotient":
         scales = (a.w13_global_scale, a.w2_global_scale, a.a13_scale, a.a2_scale)
     w13_scale, w2_scale, a13_scale, a2_scale = scales
-    args = Route(
+    args = RouteArguments(
         local=local,
         sums=sums,
         ids=Ids(ids, expert_map, M, E, num_ids, ids.stride(0), ids.stride(1), map_stride),
@@ -215,7 +215,7 @@ def route(
 
 
 @arguments
-class Rows:
+class RowsArguments:
     out: Pointer  # (M, columns) e4m3, written
     scale: Pointer  # (M, columns / 32) e8m0 codes, written if TO is "mxfp8"
     x: Pointer  # (M, K)
@@ -231,7 +231,7 @@ class Rows:
     GROUPS: Constant  # of 32 columns, in one program
 
 
-@kernel(Rows)
+@kernel(RowsArguments)
 def moe_ops_flashinfer_rows(
     out_ptr,
     scale_ptr,
@@ -281,7 +281,7 @@ def quantize(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gp
     input.
     """
     x, columns = a.hidden_states, out.shape[1]
-    args = Rows(
+    args = RowsArguments(
         out=out if gpu.native else out.view(torch.uint8),
         scale=scale,
         x=x,

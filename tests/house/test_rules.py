@@ -1,0 +1,92 @@
+"""Rules of DESIGN.md that sources are held to beside the stream of imports."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.house.test_imports import PACKAGE, package_files
+
+# Names of several classes, and of how many. What a kernel's parameters are called by is one for
+# each kernel file; the others are to become one class, or to get names of their own.
+SEVERAL = {
+    **{"Gemm1": 7, "Gemm2": 7, "GemvStrides": 2, "RoundRows": 2, "WgmmaTile": 2},
+    **{"Activate": 3, "Scatter": 3, "Quantized": 3, "Operand": 3, "Pairs": 3, "Matrix": 3},
+    **{"Format": 4, "Scales": 4, "Weight": 3, "Experts": 3, "Form": 2, "Gate": 2, "Gemm": 2},
+    **{"Choice": 2, "Kind": 2, "LowRank": 2},
+}
+# of the rooms that know backends by their protocol alone, what still imports one
+KNOWS_BACKENDS = {
+    "autograd/fused.py",
+    "autograd/portable.py",
+    "autograd/products.py",
+    "autograd/training.py",
+}
+
+
+def classes(sources: Iterable[str]) -> Counter[str]:
+    """How many classes of each name stand at the top of files."""
+    trees = [ast.parse(source) for source in sources]
+    return Counter(node.name for tree in trees for node in tree.body if _is_class(node))
+
+
+def _is_class(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef)
+
+
+def doubled(sources: Iterable[str], known: dict[str, int]) -> list[str]:
+    """Names of more classes than are known."""
+    counts = classes(sources)
+    return sorted(name for name, count in counts.items() if count > known.get(name, 1))
+
+
+def of_a_backend(source: str) -> bool:
+    """Whether it imports a package below moe_ops.backends."""
+    imported = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported.append(f"{node.module}")
+    return any(name.startswith("moe_ops.backends.") for name in imported)
+
+
+def test_a_class_has_a_name_of_its_own():
+    assert not doubled((path.read_text() for path in package_files()), SEVERAL)
+
+
+def test_two_classes_of_a_name_are_found():
+    one, other = "class A:\n    class B: ...\n", "class B: ...\nclass C: ...\n"
+    assert doubled([one, other], {}) == []
+    assert doubled([one, other, "class B: ...\n"], {}) == ["B"]
+    assert doubled([one, one, one], {"A": 2}) == ["A"]
+
+
+def test_gradients_and_layers_import_no_backend():
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in package_files()
+        if path.relative_to(PACKAGE).parts[0] in ("autograd", "nn")
+        and of_a_backend(path.read_text())
+    }
+    assert found <= KNOWS_BACKENDS
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from moe_ops.backends import check_backend", False),
+        ("import moe_ops.backends.torch.layer", True),
+        ("def f():\n    from moe_ops.backends.cutlass import products", True),
+    ],
+)
+def test_an_import_of_a_backend_is_found(source, found):
+    assert of_a_backend(source) == found
+
+
+def test_sources_are_looked_at():
+    assert len({Path(path) for path in package_files()}) > 150
