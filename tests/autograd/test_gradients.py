@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import schemes
+from moe_ops import activations, schemes
 from moe_ops.activations import NAMES, Activation
 from moe_ops.autograd import composition, training
 from moe_ops.numerics import permute
@@ -141,97 +141,176 @@ def compare(case, actual, expected, within=None) -> dict:
     return actual
 
 
+def check_both(case: Case, only=None, within=None) -> dict:
+    """The result, and its gradients, which are returned."""
+    with poisoned_memory():
+        out = call(moe_ops.fused_experts, case, leaves(case, only=only)).detach()
+    assert oracle.relative_error(out, case.reference()) <= TOLERANCE[case.dtype]
+    assert (out[case.nowhere] == 0).all()
+    return check(case, only=only, within=within)
+
+
 # --- fused_experts -------------------------------------------------------------------------------
 
-
-@everywhere
-@pytest.mark.parametrize("activation", NAMES)
-def test_every_activation(where, activation):
-    if where[1] != FP32 and activation not in ("silu", "swigluoai", "relu2_no_mul"):
-        return
-    check(Case(*where, activation=activation, bias=True, top_k=3))
+# of a call of one expert a token, which weighs its input, too
+WEIGHED = [{"M": 9, "E": 6}, {"M": 9, "E": 6, "bias": True}]
+WEIGHED.append(WEIGHED[1] | {"on_input": True, "top_k": 1})
+weighed = pytest.mark.parametrize("options", WEIGHED, ids=("plain", "bias", "on_input"))
 
 
 @pytest.mark.parametrize(
     "activation",
     [
+        *NAMES,
         Activation("silu", limit=0.7),
         Activation("swigluoai", alpha=0.9, beta=0.4, limit=0.8),
         Activation("swigluoai_uninterleave", alpha=1.3, beta=0.0, limit=0.6),
         Activation("swiglustep", limit=0.3),
     ],
-    ids=lambda act: act.name,
+    ids=str,
 )
-def test_limits_stop_gradients(activation):
-    check(Case(activation=activation, bias=True))
+@pytest.mark.parametrize("bias", [False, True], ids=("plain", "bias"))
+def test_every_activation(where, activation, bias):
+    # Derivatives jump at limits, and bf16 takes some elements of h to the other side: that alone
+    # is an error of 0.02 to 0.04 with these limits, where leaving them out is one of 0.9 to 1.4.
+    limited = where[1] in (BF16, FP16) and activations.resolve(activation).limit < 1
+    within = 0.1 if limited else None
+    case = Case(*where, activation=activation, bias=bias, top_k=3, K=48, I=40)
+    check_both(case, within=within)
 
 
-@everywhere
 @pytest.mark.parametrize(
     "options",
     [
-        {"expert_map": True, "bias": True},
-        {"on_input": True, "top_k": 1, "bias": True},
+        {"bias": True},
+        {"bias": True, "on_input": True, "top_k": 1},
+        {"bias": True, "activation": "swigluoai", "top_k": 3},  # gate and up in turns
+        {"bias": True, "activation": "relu2_no_mul", "expert_map": True, "M": 20, "E": 6},
         {"on_input": True, "top_k": 1, "expert_map": True, "weights_dtype": BF16},
+        {"bias": True, "M": 70, "E": 2, "K": 136, "I": 72},  # an expert has many rows
+        {"expert_map": True, "M": 20, "E": 6},
         {"M": 1, "top_k": 4},
-        {"M": 60, "top_k": 4, "ids_dtype": torch.int64, "weights_dtype": FP16},
-        {"K": 33, "I": 17},
+        {"M": 37, "ids_dtype": torch.int64, "weights_dtype": BF16},
+        {"M": 5, "E": 40, "top_k": 1},  # most experts have no rows
+        {"M": 300, "E": 2, "top_k": 2, "K": 16, "I": 8},
+        # more than one tile of columns, the last not whole
+        {"M": 9, "K": 1040, "I": 1032, "bias": True},
+        {"M": 9, "K": 1040, "I": 1032, "on_input": True, "top_k": 1},
     ],
     ids=lambda options: "-".join(options),
 )
 def test_options(where, options):
-    check(Case(*where, **options))
+    check_both(Case(*where, **options))
 
 
-@everywhere
-def test_rows_without_experts_get_exactly_zero(where):
-    """NaN in their hidden_states and topk_weights reaches nobody, weights included."""
-    ids = torch.tensor([[-1], [2], [9], [0], [2]])
-    for on_input in (False, True):
-        case = Case(*where, M=5, top_k=1, ids=ids, on_input=on_input, bias=True)
-        assert case.nowhere.tolist() == [True, False, True, False, False]
-        grads = check(case)
-        for name in ("w13", "w2", "w13_bias", "w2_bias"):
-            assert (grads[name][[1, 3]] == 0).all()  # nor do experts without tokens get any
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_odd_sizes(dtype):
+    check_both(Case("cpu", dtype, K=33, I=17))
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_experts_without_rows_get_zeros(where, on_input):
+    """Also in memory that held something else, and NaN of tokens nowhere reaches nobody."""
+    options = {"bias": True, "on_input": on_input, "top_k": 1 if on_input else 2}
+    ids = torch.tensor([[-1, 9], [2, 2], [9, 0], [0, -7]])[:, : options["top_k"]]
+    grads = check(Case(*where, M=4, ids=ids, **options))
+    for name in ("w13", "w2", "w13_bias", "w2_bias"):
+        assert (grads[name][[1, 3]] == 0).all() and grads[name][[0, 2]].any(1).all()
+    nowhere = torch.full((5, options["top_k"]), 11, dtype=torch.int32)
+    grads = gradients(Case(*where, M=5, ids=nowhere, **options))
+    assert all((grad == 0).all() for grad in grads.values())
+
+
+def test_all_tokens_on_one_expert(where):
+    """And each twice."""
+    ids = torch.full((40, 2), 2, dtype=torch.int32)
+    grads = check(Case(*where, M=40, ids=ids, bias=True))
+    assert grads["w13_bias"][2].any() and not grads["w13_bias"][[0, 1, 3]].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"on_input": True, "top_k": 1}], ids=("", "on_input"))
+@pytest.mark.parametrize(
+    "only", ["hidden_states", "w13", "w2", "topk_weights", "w13_bias", "w2_bias"]
+)
+def test_one_argument_alone(where, only, options):
+    check(Case(*where, bias=True, **options), only=[only])
+
+
+def test_gradients_of_biases_have_their_dtype(where):
+    case = Case(*where, bias=True)
+    other = FP32 if where[1] == BF16 else BF16
+    for name in ("w13_bias", "w2_bias"):
+        case.options[name] = case.options[name].to(other)
+    grads = check(case)
+    assert grads["w13_bias"].dtype == grads["w2_bias"].dtype == other
+
+
+def test_strided_arguments(where):
+    """Rows and columns of tokens, router weights, biases, and of the output's gradient."""
+    case = Case(*where, M=11, bias=True)
+    given = leaves(case)
+    wide = torch.full((11, 2 * 48 + 3), math.nan, dtype=case.dtype, device=case.device)
+    wide[:, 3::2] = given["hidden_states"].detach()
+    wide.requires_grad_()
+    weights = given["topk_weights"].detach().T.contiguous().requires_grad_()
+    biases = [given[n].detach().T.contiguous().requires_grad_() for n in ("w13_bias", "w2_bias")]
+    named = given | {"hidden_states": wide[:, 3::2], "topk_weights": weights.T}
+    named |= {"w13_bias": biases[0].T, "w2_bias": biases[1].T}
+    out = call(moe_ops.fused_experts, case, named)
+    grad = cotangent(case).T.contiguous().T
+    inputs = [wide, weights, given["w13"], given["w2"], *biases]
+    dx, dweights, dw13, dw2, db13, db2 = torch.autograd.grad(out, inputs, grad)
+    found = {"hidden_states": dx[:, 3::2], "topk_weights": dweights.T, "w13": dw13, "w2": dw2}
+    found |= {"w13_bias": db13.T, "w2_bias": db2.T}
+    expected = gradients(case)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_transposed_weights(where):
+    """As gpt-oss stores them: (E, K, N)."""
+    case = Case(*where, bias=True)
+    given = leaves(case)
+    stored = [given[name].detach().mT.contiguous().requires_grad_() for name in ("w13", "w2")]
+    given |= {"w13": stored[0].mT, "w2": stored[1].mT}
+    out = call(moe_ops.fused_experts, case, given)
+    inputs = [*stored, *[given[name] for name in given if name not in ("w13", "w2")]]
+    d13, d2, *others = torch.autograd.grad(out, inputs, cotangent(case))
+    names = [name for name in given if name not in ("w13", "w2")]
+    actual = {"w13": d13.mT, "w2": d2.mT} | dict(zip(names, others, strict=True))
+    compare(case, actual, expected_gradients(case))
+
+
+@weighed
+def test_bitwise_repeatable_and_recomputed(where, options):
+    case = Case(*where, **({"top_k": 4} | options | {"M": 40}))
+    first, second = gradients(case), gradients(case)
+    again = gradients(case, lambda *a, **k: moe_ops.fused_experts(*a, **k, recompute=True))
+    for name in first:
+        assert torch.equal(first[name], second[name]) and torch.equal(first[name], again[name])
+
+
+@weighed
+def test_a_nan_gradient_stays_with_its_token(where, options):
+    case = Case(*where, **options)
+    clean, spoiled = gradients(case), cotangent(case)
+    spoiled[4] = math.nan
+    given = leaves(case)
+    out = call(moe_ops.fused_experts, case, given)
+    found = dict(zip(given, torch.autograd.grad(out, list(given.values()), spoiled), strict=True))
+    others = torch.arange(9) != 4
+    assert found["hidden_states"][4].isnan().all()
+    for name in ("hidden_states", "topk_weights"):
+        assert torch.equal(found[name].cpu()[others], clean[name].cpu()[others])
+    hit = torch.isin(torch.arange(6), case.args[4][4].cpu())
+    assert hit.any()
+    for name in set(given) - {"hidden_states", "topk_weights"}:
+        assert found[name].cpu()[hit].isnan().any()
+        assert torch.equal(found[name].cpu()[~hit], clean[name].cpu()[~hit])
 
 
 def test_no_tokens():
     case = Case(M=0, bias=True)
     assert all((grad == 0).all() for grad in gradients(case).values())
-
-
-@pytest.mark.parametrize(
-    "only", ["hidden_states", "w13", "w2", "topk_weights", "w13_bias", "w2_bias"]
-)
-def test_one_argument_alone(only):
-    check(Case(bias=True), only=[only])
-
-
-def test_transposed_weights_and_strided_rows():
-    case = Case(bias=True)
-    expected = expected_gradients(case)
-    x, w13, w2, weights, ids = case.args
-    given = leaves(case)
-    stored = [w.detach().mT.contiguous().requires_grad_() for w in (w13, w2)]
-    wide = torch.full((7, 60), math.nan)
-    wide[:, 5:53] = x.detach()
-    wide.requires_grad_()
-    given |= {"w13": stored[0].mT, "w2": stored[1].mT, "hidden_states": wide[:, 5:53]}
-    out = call(moe_ops.fused_experts, case, given)
-    d13, d2, dx = torch.autograd.grad(out, [*stored, wide], cotangent(case))
-    actual = {"w13": d13.mT, "w2": d2.mT, "hidden_states": dx[:, 5:53]}
-    compare(case, actual, expected)
-    assert (dx[:, :5] == 0).all() and (dx[:, 53:] == 0).all()
-
-
-@pytest.mark.parametrize("biases", [BF16, FP32])
-def test_gradients_have_the_dtype_of_their_argument(biases):
-    case = Case(dtype=BF16, bias=True)
-    for name in ("w13_bias", "w2_bias"):
-        case.options[name] = case.options[name].to(biases)
-    grads = check(case)
-    assert grads["w13_bias"].dtype == grads["w2_bias"].dtype == biases
-    assert grads["topk_weights"].dtype == FP32 and grads["w13"].dtype == BF16
 
 
 PACKED = ["int8_w8a8", "int4_w4a16:g32:zp", "int4_w4a8", "mxfp4", "mxfp6_e3m2", "mxfp8", "nvfp4"]
@@ -249,18 +328,10 @@ def test_quantized_experts(where, scheme):
 
 
 @everywhere
-@pytest.mark.parametrize("scheme", ["", "fp8_tensor"])
-def test_forward_is_that_of_inference(where, scheme):
-    case = Case(*where, scheme=scheme, bias=True, expert_map=True)
+def test_forward_is_that_of_inference(where):
+    case = Case(*where, scheme="fp8_tensor", bias=True, expert_map=True)
     out = call(moe_ops.fused_experts, case, leaves(case))
     assert oracle.relative_error(out, case.reference()) <= TOLERANCE[where[1]]
-
-
-@everywhere
-def test_bitwise_repeatable(where):
-    case = Case(*where, M=40, top_k=4, bias=True)
-    first, second = gradients(case), gradients(case)
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_gradcheck():

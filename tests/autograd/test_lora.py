@@ -13,11 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import moe_ops
 from moe_ops import LoRA
 from moe_ops.autograd import training
-from moe_ops.backends.cutlass import products as native
 from moe_ops.backends.torch import grouped_mm as products
-from moe_ops.environment import INTERPRETED
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.planning import training as planning
+from tests.autograd.conftest import on_gpu
 from tests.autograd.test_gradients import (
     TOLERANCE,
     call,
@@ -28,38 +27,7 @@ from tests.autograd.test_gradients import (
 from tests.support import oracle
 from tests.support.cases import BF16, FP32, FP64, Case, Largest, poisoned_memory
 
-CUDA = torch.cuda.is_available()
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
-PLACES = [
-    ("plain", "cpu", FP32),
-    ("plain", "cpu", BF16),
-    pytest.param(
-        ("kernels", "cpu", FP32),
-        marks=pytest.mark.skipif(not INTERPRETED, reason="plain torch runs here"),
-    ),
-    pytest.param(("plain", "cuda", BF16), marks=ON_GPU),
-    pytest.param(("kernels", "cuda", BF16), marks=ON_GPU),
-    pytest.param(("torch's products", "cuda", BF16), marks=ON_GPU),
-]
 MATRICES = ("a13", "b13", "a2", "b2")
-
-
-@pytest.fixture(params=PLACES, ids=lambda p: "-".join(map(str, p)).replace("torch.", ""))
-def where(request, monkeypatch):
-    """Device and dtype, on the path that is asked for: each call must take it."""
-    path, device, dtype = request.param
-    asked, why_not = [], planning.why_not_kernels
-
-    def noted(*args):
-        asked.append(why_not(*args))
-        return "the test says so" if path == "plain" else asked[-1]
-
-    monkeypatch.setattr(planning, "why_not_kernels", noted)
-    if path == "torch's products":  # as on a GPU without the object of csrc/cutlass
-        monkeypatch.setattr(native, "kernels", lambda _: None)
-    yield device, dtype
-    if path != "plain":
-        assert set(asked) == {None} or request.node.callspec.params.get("only") == []
 
 
 def adapter(case: Case, ranks=(4, 3), scale=0.7, seed=0, dtype=None) -> LoRA:
@@ -568,9 +536,8 @@ def test_forward_mode_and_transforms_are_refused():
         torch.func.grad(lambda a13: function(a13).sum())(plain.a13)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-def test_a_captured_step_follows_the_routing():
-    cases = [Case("cuda", BF16, M=64, E=8, top_k=2, seed=seed) for seed in (0, 1)]
+@on_gpu
+def test_a_captured_step_follows_the_routing(where):
+    cases = [Case(*where, M=64, E=8, top_k=2, seed=seed) for seed in (0, 1)]
     one = adapter(cases[0])
     check_captured_step(cases, one[:4], adapters=one)

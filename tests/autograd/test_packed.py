@@ -1,5 +1,5 @@
 """Training steps over frozen quantized experts by kernels that decode them: under Triton's
-interpreter, and on a GPU. Every call of these tests but the last runs through them.
+interpreter, and on a GPU.
 """
 
 import math
@@ -16,7 +16,7 @@ from moe_ops.kernels.mixed_gemm import configs, packed
 from moe_ops.ops.call import ExpertsCall, take_apart
 from moe_ops.planning import training as planning
 from tests.autograd import test_lora
-from tests.autograd.test_fused import every_call_is_fused, everywhere  # noqa: F401
+from tests.autograd.conftest import kernels, on_gpu
 from tests.autograd.test_gradients import (
     TOLERANCE,
     call,
@@ -31,7 +31,6 @@ from tests.autograd.test_gradients import (
 from tests.support import oracle
 from tests.support.cases import BF16, FP32, Case, Largest, with_global_rows
 
-CUDA = torch.cuda.is_available()
 SCHEMES = [
     *("int4_w4a16:g32", "int4_w4a16:g64:zp", "int4_w4a16:g128", "int4_w4a16:channel:zp"),
     *("int8_w8a16:channel", "int8_w8a16:g32:zp", "fp8_w8a16:channel", "fp8_w8a16:block"),
@@ -65,7 +64,7 @@ def recomputing(*args, **options):
     return moe_ops.fused_experts(*args, **options, recompute=True)
 
 
-@everywhere
+@kernels
 @pytest.mark.parametrize("scheme", SCHEMES + ROUNDED)
 def test_schemes(where, scheme):
     """The output and both gradients, of one computation."""
@@ -78,7 +77,7 @@ def test_schemes(where, scheme):
     compare(case, dict(zip(given, grads, strict=True)), expected_gradients(case), within)
 
 
-@everywhere
+@kernels
 @pytest.mark.parametrize("activation", ["silu", "swigluoai"])
 def test_global_scales_of_rows(where, activation):
     """Of both weights; on SM90 products with w.T are those of its own kernel."""
@@ -93,7 +92,7 @@ def test_global_scales_of_rows(where, activation):
     compare(case, dict(zip(given, grads, strict=True)), expected_gradients(case), within)
 
 
-@everywhere
+@kernels
 @pytest.mark.parametrize(
     "options",
     [
@@ -111,7 +110,7 @@ def test_options(where, options):
     check(Case(*where, "int4_w4a16:g32", **{"K": 64, "I": 32, **options}))
 
 
-@everywhere
+@kernels
 @pytest.mark.parametrize(
     "scheme, options",
     [
@@ -131,20 +130,20 @@ def test_activations_are_rounded(where, scheme, options):
     assert oracle.relative_error(out, case.reference()) <= within
 
 
-@everywhere
+@kernels
 def test_no_pair_has_an_expert(where):
     nowhere = torch.full((5, 2), 11, dtype=torch.int32)
     grads = gradients(Case(*where, "mxfp4_w4a16", M=5, ids=nowhere))
     assert all((grad == 0).all() for grad in grads.values())
 
 
-@everywhere
+@kernels
 @pytest.mark.parametrize("only", ["hidden_states", "topk_weights"])
 def test_one_argument_alone(where, only):
     check(Case(*where, "int4_w4a16:g32"), only=[only])
 
 
-@everywhere
+@kernels
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g32", "fp8_block"])
 def test_recomputed_and_repeated_to_the_bit(where, scheme):
     case = Case(*where, scheme, M=20, top_k=3)
@@ -153,7 +152,7 @@ def test_recomputed_and_repeated_to_the_bit(where, scheme):
         assert torch.equal(first[name], second[name]) and torch.equal(first[name], again[name])
 
 
-@everywhere
+@kernels
 def test_a_nan_gradient_stays_with_its_token(where):
     case = Case(*where, "mxfp4_w4a16", M=9, E=6)
     clean, spoiled, given = gradients(case), cotangent(case), leaves(case)
@@ -166,8 +165,7 @@ def test_a_nan_gradient_stays_with_its_token(where):
         assert torch.equal(found[name].cpu()[others], clean[name].cpu()[others])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("rank", [0, 16, 32, 64])
 @pytest.mark.parametrize(
     "scheme",
@@ -175,10 +173,10 @@ def test_a_nan_gradient_stays_with_its_token(where):
     + ["fp8_w8a16:block", "int8_w8a16:channel", "int8_w8a16:g32"],
 )
 @pytest.mark.parametrize("size", [(64, 128, 128), (300, 384, 256)], ids=("short", "long"))
-def test_sizes_of_whole_tiles(scheme, rank, size):
+def test_sizes_of_whole_tiles(where, scheme, rank, size):
     """Those that the kernel of SM90 takes: rings of stages that are not filled, and that wrap."""
     M, K, I = size  # noqa: E741
-    case = Case("cuda", BF16, scheme, M=M, E=3, top_k=2, K=K, I=I)
+    case = Case(*where, scheme, M=M, E=3, top_k=2, K=K, I=I)
     if rank:
         test_lora.check(case, [test_lora.adapter(case, (rank, rank))], within=0.02)
     else:
@@ -198,7 +196,7 @@ def test_sizes_of_whole_tiles(scheme, rank, size):
 # --- no copy of a weight -------------------------------------------------------------------------
 
 
-@everywhere
+@kernels
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g64:zp", "mxfp4_w4a16", "fp8_w8a16:block"])
 def test_no_tensor_holds_even_one_expert(where, recompute, scheme):
@@ -225,12 +223,11 @@ def test_no_tensor_holds_even_one_expert(where, recompute, scheme):
     assert largest.elements >= 64 * 64
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16"])
-def test_memory_of_a_step(scheme):
+def test_memory_of_a_step(where, scheme):
     """Less than the weights would take in 16 bits, and gradients of whole tiles."""
-    case = Case("cuda", BF16, scheme, M=200, E=64, top_k=2, K=1024, I=512)
+    case = Case(*where, scheme, M=200, E=64, top_k=2, K=1024, I=512)
     check(case)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -238,10 +235,9 @@ def test_memory_of_a_step(scheme):
     assert torch.cuda.max_memory_allocated() - before < 64 * 1024 * 512 * 2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-def test_a_captured_step_follows_the_routing():
-    cases = [Case("cuda", BF16, "int4_w4a16:g32", M=64, E=8, seed=seed) for seed in (0, 1)]
+@on_gpu
+def test_a_captured_step_follows_the_routing(where):
+    cases = [Case(*where, "int4_w4a16:g32", M=64, E=8, seed=seed) for seed in (0, 1)]
     cases[1].args[1:3] = cases[0].args[1:3]  # the weights of one
     check_captured_step(cases)
 
@@ -250,11 +246,10 @@ def test_a_captured_step_follows_the_routing():
 
 
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g32", "fp8_block"])
-def test_what_is_kept_in_plain_torch(monkeypatch, scheme):
+def test_what_is_kept_in_plain_torch(scheme):
     """h is in 16 bits as that of the kernels, since what is traced runs anywhere; in fp32 where
     activations are quantized.
     """
-    monkeypatch.undo()
     case = Case("cpu", BF16, scheme, K=64, I=32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
