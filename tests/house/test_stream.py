@@ -31,7 +31,7 @@ FLOORS = (
     "numerics ops",
     "kernels tensors",
     # `backend`: the names that backends are written with, our own and those of others
-    "choose backend",
+    "choose backend pipeline",
     "backends",
     "planning routing",
     "autograd parallel",
@@ -63,8 +63,8 @@ BACKEND = (
     "binding",
     "relayout library schemes cpu",
     "operands setup inputs grouped_mm chunked products",
-    "grouped sums",
-    "layer plain groups mixed",
+    "grouped",
+    "layer plain mixed",
     "two_schemes",
     "backend",
 )

@@ -1,22 +1,18 @@
-"""The expert layer around the grouped GEMMs of csrc/cutlass. Imported at first launch only.
+"""Products of csrc/cutlass in the steps of a layer. Imported at first launch only.
 
-Pairs are sorted by expert, without padding between experts. Tokens are quantized and copied to
-their rows; GEMM with w13; activation and quantization; GEMM with w2; weighted sum. The host reads
-no device memory: one kernel writes the addresses and sizes that the GEMMs read. Where all rows
-share a dynamic scale, the largest magnitude is found before each quantization.
+Pairs are sorted by expert, without padding between experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from moe_ops.backends.cutlass import groups, library, operands, plain
+from moe_ops.backends.cutlass import library, operands, products
 from moe_ops.backends.cutlass.grouped import Grouped, Weights
-from moe_ops.backends.cutlass.library import Gemms
+from moe_ops.backends.cutlass.products import Scaled
 from moe_ops.backends.cutlass.schemes import (
     BLOCKS,
     GROUPS,
@@ -28,102 +24,231 @@ from moe_ops.backends.cutlass.schemes import (
     scale_rows,
 )
 from moe_ops.kernels import launch
-from moe_ops.kernels.activation import activated
-from moe_ops.kernels.comm.push import sum_ranks
-from moe_ops.kernels.launch import Gpu, Launch, run
+from moe_ops.kernels.launch import Launch, run
 from moe_ops.kernels.place.layout import Layout, index_parts
-from moe_ops.kernels.place.place import place, place_batches
-from moe_ops.kernels.rows.activate import activate
-from moe_ops.kernels.rows.combine import combine_rows
 from moe_ops.kernels.rows.operand import Operand
-from moe_ops.kernels.rows.scatter import scatter
+from moe_ops.kernels.rows.scales import Shared
 from moe_ops.kernels.rows.shared import amax_of
 from moe_ops.meta.workspace import carve
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
+from moe_ops.ops.call import stored_transposed
 from moe_ops.ops.chunks import batched_chunks, chunks
 from moe_ops.ops.exchange import gathered
+from moe_ops.pipeline.layer import (
+    AnyArgs,
+    Batches,
+    Layer,
+    Pairs,
+    activation_of,
+    contiguous,
+    run_layers,
+)
 
-E4M3 = torch.float8_e4m3fn
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def experts(a: ExpertsArgs) -> None:
     """Launch `moe_ops::cutlass_experts`."""
     if a.topk_ids.numel() == 0:
         return
-    of_kind = {PLAIN: plain.experts, GROUPS: groups.experts}.get(kind_of(a.scheme) or "")
-    if of_kind is not None:
-        of_kind(a)
-    else:
-        a = gathered(a)
-        _run(a, a.topk_ids.numel(), a.global_experts, chunks(a), _Pairs)
+    kind = _check(a)
+    gemms = library.gemms(a.hidden_states.get_device(), may_build=not a.tiers)
+    if kind in (PLAIN, GROUPS):
+        of_kind = PlainProducts if kind == PLAIN else GroupsProducts
+        return run_layers([Pairs(part, of_kind(part)) for part in chunks(a)])
+    a, pairs = gathered(a), a.topk_ids.numel()
+    kernel = library.kernel_of(a.scheme, gemms.architecture, a.out.dtype, pairs, a.global_experts)
+    shared, layers = _shared(a), []
+    for part in chunks(a):
+        size, (K, E) = part.topk_ids.numel(), (a.out.shape[1], a.w13.shape[0])
+        y = carve(part.workspace2, (size, K), a.out.dtype)
+        start = index_parts(size, E).end
+        multiplied = SetUpProducts(part, Grouped(part, gemms, kernel, start), 0, y, shared)
+        arrived = a.hidden_states_scale is not None
+        layers.append(Pairs(part, multiplied, weighs_after=arrived))
+    _run(a, layers, shared)
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
     """Launch `moe_ops::cutlass_batched_experts`."""
-    E, T, _ = a.hidden_states.shape
-    if T:
-        _run(a, E * T, E, batched_chunks(a), _Batches)
+    E, T, K = a.out.shape
+    if T == 0:
+        return
+    _check(a)
+    gemms = library.gemms(a.hidden_states.get_device(), may_build=not a.tiers)
+    kernel = library.kernel_of(a.scheme, gemms.architecture, a.out.dtype, E * T, E)
+    shared, layers = _shared(a), []
+    for part in batched_chunks(a):
+        out, E = part.out, part.out.shape[0]
+        in_place = out.is_contiguous() and library.aligned(out)
+        y = out if in_place else carve(part.workspace2, (E, T, K), out.dtype)
+        grouped = Grouped(part, gemms, kernel, E)
+        multiplied = SetUpProducts(part, grouped, T, y.view(E * T, K), shared)
+        layers.append(Batches(part, multiplied, T, y_in_place=in_place))
+    _run(a, layers, shared)
 
 
-class Whole(NamedTuple):
-    """What the parts of a call share."""
-
-    kind: str
-    gemms: Gemms
-    kernel: str
-    gpu: Gpu
-    device: int
-    # largest magnitudes over all rows, from which one dynamic scale follows, or None
-    x: Tensor | None  # (NUM_PARTIALS,) fp32
-    h: Tensor | None  # (1,) fp32
-
-
-def _run(
-    a: Any, num_rows: int, num_experts: int, parts: list[Any], layer_of: Callable[..., _Layer]
-) -> None:
-    """Run the parts of a call, one after the other. Where all rows share one dynamic scale of h,
-    that is known once the first GEMM has run for all of them.
-    """
-    whole = _whole(a, num_rows, num_experts)
-    layers = [layer_of(part, whole) for part in parts]
-    if whole.h is not None:
-        for layer in layers:
-            layer.first()
-            layer.find_largest()
-    for layer in layers:
-        if whole.h is None or len(layers) > 1:  # else the first GEMM has run already
-            layer.first()
-        layer.second()
-
-
-def _whole(a: ExpertsArgs | BatchedExpertsArgs, num_rows: int, num_experts: int) -> Whole:
-    """What the parts of a call share, which has so many rows of so many experts. Raises ValueError
-    for what kernels need and plans cannot check.
-    """
+def _check(a: AnyArgs) -> str:
+    """The kind of a call. Raises ValueError for what kernels need and plans cannot check."""
     kind = kind_of(a.scheme)
     assert kind is not None
-    for name in ("w13", "w2", "w13_scale", "w2_scale"):
-        if kind == ROWS and name in ("w13", "w2") and getattr(a, name).dtype != E4M3:
-            raise ValueError(f"{name} must have dtype {E4M3}, got {getattr(a, name).dtype}")
-        if not getattr(a, name).is_contiguous():
+    dtypes = {GROUPS: (E4M3, torch.float32), ROWS: (E4M3, None)}.get(kind, (None, None))
+    for name in ("w13", "w2") if kind == PLAIN else ("w13", "w2", "w13_scale", "w2_scale"):
+        tensor, dtype = getattr(a, name), dtypes[name.endswith("_scale")]
+        if dtype is not None and tensor.dtype != dtype:
+            raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
+        if kind == PLAIN and not (tensor.is_contiguous() or stored_transposed(tensor)):
+            raise ValueError(
+                f"{name} must be contiguous, or stored (E, K, N), for cutlass; make it so once"
+            )
+        if kind != PLAIN and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous for cutlass; make it so once")
-    library.check_addresses(a)
-    device = a.hidden_states.get_device()
-    gemms, gpu = library.gemms(device, may_build=not a.tiers), launch.gpu(device)
-    many = num_rows, num_experts
-    kernel = library.kernel_of(a.scheme, gemms.architecture, a.out.dtype, *many)
-    x, h = None, None
-    if one_scale(a.scheme):
-        found = library.shared(a.index_workspace)
-        x, h = [
-            whole if known is None else None
-            for known, whole in ((a.a13_scale, found.x), (a.a2_scale, found.h))
-        ]
-        if x is not None and a.hidden_states_scale is None:
-            run([amax_of(a, found, gpu)], device, gpu)  # and h becomes zero
-        elif h is not None:
-            h.zero_()
-    return Whole(kind, gemms, kernel, gpu, device, x, h)
+    if kind == GROUPS:
+        library.check_addresses(a, ("w13", "w2"))
+    else:
+        library.check_addresses(a)
+    return kind
+
+
+class PlainProducts:
+    """Products in bf16. The first activates, if that is gated and the weights are contiguous."""
+
+    def __init__(self, a: ExpertsArgs):
+        self.a, self.activation = a, activation_of(a)
+        S, (_, N, K), I = a.topk_ids.numel(), a.w13.shape, a.w2.shape[2]  # noqa: E741
+        fused = self.activation.GATED and a.w13.is_contiguous() and a.w2.is_contiguous()
+        self.x = Operand(carve(a.workspace13, (S, K), BF16))
+        self.gate_up = None if fused else carve(a.workspace2, (S, N), BF16)
+        self.h = Operand(carve(a.workspace2 if fused else a.workspace13, (S, I), BF16))
+        self.y = self.x.data if fused else carve(a.workspace2, (S, K), BF16)
+
+    def prepare(self, layout: Layout) -> list[Launch]:
+        return []
+
+    def first(self, layout: Layout) -> None:
+        x, h, a = self.x.data, self.h.data, self.a
+        if self.gate_up is not None:
+            products.multiply_into(self.gate_up, x, a.w13, layout.groups)
+        else:
+            bias = contiguous(a.w13_bias)
+            products.activate_into(h, x, a.w13, layout.groups, self.activation, bias)
+
+    def second(self, layout: Layout) -> None:
+        products.multiply_into(self.y, self.h.data, self.a.w2, layout.groups)
+
+
+class GroupsProducts:
+    """Products of e4m3 weights with scales of blocks and rows with scales of groups. The first one
+    activates and quantizes.
+    """
+
+    gate_up: Tensor | None = None
+
+    def __init__(self, a: ExpertsArgs):
+        self.a, (S, (_, K, I)) = a, (a.topk_ids.numel(), a.w2.shape)  # noqa: E741
+        assert a.w13_scale is not None and a.w2_scale is not None
+        self.weights = Scaled(a.w13, a.w13_scale), Scaled(a.w2, a.w2_scale)
+        self.powers = a.scheme.endswith(":ue8m0")
+        self.x = operands.groups_in(a.workspace13, S, K, self.powers)
+        self.h = operands.groups_in(a.workspace2, S, I, self.powers)
+        self.y = carve(a.workspace13, (S, K), BF16)
+
+    def prepare(self, layout: Layout) -> list[Launch]:
+        return []
+
+    def first(self, layout: Layout) -> None:
+        a = self.a
+        rows = _scaled(self.h), _scaled(self.x), self.weights[0], layout.groups
+        how = activation_of(a), self.powers, contiguous(a.w13_bias)
+        products.activate_blocks_into(*rows, *how)
+
+    def second(self, layout: Layout) -> None:
+        products.multiply_blocks_into(self.y, _scaled(self.h), self.weights[1], layout.groups)
+
+
+def _scaled(rows: Operand) -> Scaled:
+    assert rows.scale is not None
+    return Scaled(rows.data, rows.scale)
+
+
+class SetUpProducts:
+    """Products that read arrays over experts, which one kernel writes: of rows with one scale
+    each, or with scales in tiles.
+    """
+
+    def __init__(
+        self,
+        a: AnyArgs,
+        grouped: Grouped,
+        R: int,  # rows that each expert has room for; 0: those of all follow one another
+        y: Tensor,  # (rows, K)
+        shared: Shared | None,
+    ):
+        self.a, self.grouped, self.R, self.y = a, grouped, R, y
+        N, K = a.w13.shape[1], a.out.shape[-1]
+        I = N // 2 if activation_of(a).GATED else N  # noqa: E741
+        of_x = a.a13_scale, None if shared is None else shared.x, a.w13_global_scale
+        of_h = a.a2_scale, None if shared is None else shared.h, a.w2_global_scale
+        self.x = self._operand(0, K, *of_x, a.hidden_states_scale)
+        self.h = self._operand(1, I, *of_h)
+        self.gate_up = carve(a.workspace2, (y.shape[0], N), a.out.dtype)
+
+    def _operand(
+        self,
+        which: int,  # 0 of the first product, 1 of the second
+        columns: int,
+        known: Tensor | None,
+        largest: Tensor | None,
+        w_global: Tensor | None,
+        arrived: Tensor | None = None,  # scales of rows that arrive quantized
+    ) -> Operand:
+        """The rows at the start of workspace13, with their scales behind them."""
+        a, known, rows = self.a, _flat(known), self.y.shape[0]
+        largest = None if known is not None else largest
+        if self.grouped.kind != BLOCKS:
+            return operands.rows_in(a.workspace13, rows, columns, known, largest, arrived)
+        assert isinstance(a, ExpertsArgs)
+        of_scales = scale_rows(a.topk_ids.shape[0], a.topk_ids.shape[1], a.w13.shape[0])
+        return operands.tiles_in(
+            a.workspace13, rows, of_scales, columns, a.scheme,
+            known, largest, w_global, self.grouped.alphas[which],
+        )  # fmt: skip
+
+    def prepare(self, layout: Layout) -> list[Launch]:
+        a = self.a
+        w13, w2 = a.w13_scale, a.w2_scale
+        assert w13 is not None and w2 is not None
+        weights = Weights(a.w13, w13), Weights(a.w2, w2)
+        if self.grouped.kind == INT4:
+            of_rows = a.w13_channel_scale, a.w2_channel_scale
+            assert of_rows[0] is not None and of_rows[1] is not None
+            weights = Weights(a.w13, of_rows[0], w13), Weights(a.w2, of_rows[1], w2)
+        first, second = (self.x, weights[0], self.gate_up), (self.h, weights[1], self.y)
+        gpu = launch.gpu(a.out.get_device())
+        return [self.grouped.setup(layout, self.R, first, second, gpu)]
+
+    def first(self, layout: Layout) -> None:
+        self.grouped.run(0)
+
+    def second(self, layout: Layout) -> None:
+        self.grouped.run(1)
+
+
+def _shared(a: AnyArgs) -> Shared | None:
+    """Largest magnitudes from which one dynamic scale of all rows follows; that of x is known."""
+    if not one_scale(a.scheme):
+        return None
+    found, device = library.shared(a.index_workspace), a.hidden_states.get_device()
+    if a.a13_scale is None and a.hidden_states_scale is None:
+        gpu = launch.gpu(device)
+        run([amax_of(a, found, gpu)], device, gpu)  # and that of h becomes zero
+    elif a.a2_scale is None:
+        found.h.zero_()
+    return found
+
+
+def _run(a: AnyArgs, layers: Sequence[Layer], shared: Shared | None) -> None:
+    run_layers(layers, shares_scale=shared is not None and a.a2_scale is None)
 
 
 def _flat(scale: Tensor | None) -> Tensor | None:
@@ -132,140 +257,3 @@ def _flat(scale: Tensor | None) -> Tensor | None:
         return None
     scale = scale.reshape(-1)
     return scale if scale.is_contiguous() else scale.contiguous()
-
-
-class _Layer:
-    """A layer, or a chunk of it, in two halves: through the first GEMM, and the rest."""
-
-    def __init__(
-        self,
-        a: ExpertsArgs | BatchedExpertsArgs,
-        num_rows: int,
-        layout: Layout,
-        R: int,  # rows that each expert has room for; 0: those of all follow one another
-        start: int,  # of what is free in the index workspace
-        y: Tensor,  # (rows, K)
-        whole: Whole,
-    ):
-        self.a, self.whole, self.layout, self.y, self.num_rows = a, whole, layout, y, num_rows
-        N, K = a.w13.shape[1], a.out.shape[-1]
-        self.activation = activated(a.activation, a.alpha, a.beta, a.limit)
-        I = N // 2 if self.activation.GATED else N  # noqa: E741
-        self.grouped = Grouped(a, whole.gemms, whole.kernel, start)
-        arrived = a.hidden_states_scale
-        self.x = self._operand(0, K, a.a13_scale, whole.x, a.w13_global_scale, arrived)
-        self.h = self._operand(1, I, a.a2_scale, whole.h, a.w2_global_scale)
-        self.gate_up = carve(a.workspace2, (num_rows, N), a.out.dtype)
-        w13, w2 = a.w13_scale, a.w2_scale
-        assert w13 is not None and w2 is not None
-        weights = Weights(a.w13, w13), Weights(a.w2, w2)
-        if whole.kind == INT4:
-            of_rows = a.w13_channel_scale, a.w2_channel_scale
-            assert of_rows[0] is not None and of_rows[1] is not None
-            weights = Weights(a.w13, of_rows[0], w13), Weights(a.w2, of_rows[1], w2)
-        first, second = (self.x, weights[0], self.gate_up), (self.h, weights[1], y)
-        self.setup = self.grouped.setup(layout, R, first, second, whole.gpu)
-
-    before: list[Launch]  # place the rows
-    weights_before: Tensor | None = None  # that multiply x before it is quantized
-    weights_after: Tensor | None = None  # that multiply the first GEMM's output
-    top_k = 1
-
-    def _operand(
-        self,
-        which: int,  # 0 of the first GEMM, 1 of the second
-        columns: int,
-        known: Tensor | None,
-        largest: Tensor | None,
-        w_global: Tensor | None,
-        arrived: Tensor | None = None,  # scales of rows that arrive quantized
-    ) -> Operand:
-        """The rows at the start of workspace13, with their scales behind them."""
-        a, known, buffer = self.a, _flat(known), self.a.workspace13
-        if self.whole.kind != BLOCKS:
-            return operands.rows_in(buffer, self.num_rows, columns, known, largest, arrived)
-        assert isinstance(a, ExpertsArgs)
-        M, top_k = a.topk_ids.shape
-        of_scales = scale_rows(M, top_k, a.w13.shape[0])
-        return operands.tiles_in(
-            buffer, self.num_rows, of_scales, columns, a.scheme,
-            known, largest, w_global, self.grouped.alphas[which],
-        )  # fmt: skip
-
-    def first(self) -> None:
-        """Quantize the rows, and run the first GEMM."""
-        a, gpu = self.a, self.whole.gpu
-        scale = None if self.x.scale is None else a.hidden_states_scale
-        scattered = scatter(
-            a.hidden_states, self.x, self.layout, self.top_k, gpu, scale, self.weights_before
-        )
-        run([*self.before, self.setup, scattered], self.whole.device, gpu)
-        self.grouped.run(0)
-
-    def find_largest(self) -> None:
-        """Raise the largest magnitude of h that all rows share."""
-        self._activate(raises=True)
-
-    def _activate(self, raises: bool = False) -> None:
-        gpu, divisors = self.whole.gpu, self.a.w13_global_scale
-        launched = activate(
-            *(self.h, self.activation, self.gate_up, self.layout, gpu, self.weights_after),
-            divisors=None if divisors is None or divisors.dim() == 1 else divisors,
-            raises=raises,
-        )
-        run([launched], self.whole.device, gpu)
-
-    def second(self) -> None:
-        """Activate, run the second GEMM, and write the output."""
-        self._activate()
-        self.grouped.run(1)
-        run(self.after(), self.whole.device, self.whole.gpu)
-
-    def after(self) -> list[Launch]:
-        """What follows the second GEMM."""
-        raise NotImplementedError
-
-
-class _Pairs(_Layer):
-    """Tokens, whose pairs are sorted by expert."""
-
-    def __init__(self, a: ExpertsArgs, whole: Whole):
-        num_rows, K = a.topk_ids.numel(), a.out.shape[1]
-        E, index = a.w13.shape[0], a.index_workspace
-        self.before, layout = place(a.topk_ids, a.expert_map, index, E, num_rows, 1, whole.gpu)
-        y = carve(a.workspace2, (num_rows, K), a.out.dtype)
-        start = index_parts(num_rows, E).end
-        super().__init__(a, num_rows, layout, 0, start, y, whole)
-        self.top_k = a.topk_ids.shape[1]
-        self.weights_on_output: Tensor | None = a.topk_weights
-        if a.router_weight_on_input:
-            self.weights_on_output = None
-            if a.hidden_states_scale is None:
-                self.weights_before = a.topk_weights
-            else:
-                self.weights_after = a.topk_weights
-
-    def after(self) -> list[Launch]:
-        assert isinstance(self.a, ExpertsArgs)
-        if self.a.exchange:
-            return [sum_ranks(self.a, self.y, self.layout.rows)]
-        out, weights = self.a.out, self.weights_on_output
-        return [combine_rows(out, self.y, weights, self.layout, self.top_k)]
-
-
-class _Batches(_Layer):
-    """Batches (E, T, ..), whose rows stay where they are."""
-
-    def __init__(self, a: BatchedExpertsArgs, whole: Whole):
-        E, T, K = a.out.shape
-        first, layout = place_batches(a, T, whole.gpu)
-        self.before = [first]
-        self.in_place = a.out.is_contiguous() and library.aligned(a.out)
-        where = a.out if self.in_place else carve(a.workspace2, (E, T, K), a.out.dtype)
-        super().__init__(a, E * T, layout, T, E, where.view(E * T, K), whole)
-
-    def after(self) -> list[Launch]:
-        if self.in_place:
-            return []
-        out = self.a.out
-        return [combine_rows(out, self.y.view(out.shape), None, self.layout, 1)]

@@ -7,10 +7,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.backends.cutlass.schemes import BLOCK_SCALED
+from moe_ops.backends.cutlass.schemes import BLOCK_SCALED, grouped_bytes
 from moe_ops.kernels.rows.operand import Blocks, Operand
 from moe_ops.kernels.rows.rounding import rounding_of
-from moe_ops.meta.workspace import carve, round_up
+from moe_ops.meta.workspace import carve, cdiv, round_up
+
+
+def groups_in(buffer: Tensor, num_rows: int, columns: int, powers: bool) -> Operand:
+    """e4m3 rows at the start of a workspace, and their scales of groups behind them."""
+    everything = carve(buffer, (grouped_bytes(num_rows, columns),), torch.uint8)
+    data = everything[: num_rows * columns].view(torch.float8_e4m3fn).view(num_rows, columns)
+    scale = everything[round_up(num_rows * columns, 128) :].view(torch.float32)
+    scale = scale.view(cdiv(columns, 128), num_rows)
+    return Operand(data, scale, "powers" if powers else "fp32")
 
 
 def rows_in(

@@ -1,8 +1,6 @@
-"""The expert layer around DeepGEMM's GEMMs, of both backends. Imported at first launch only.
+"""DeepGEMM's GEMMs in the steps of a layer, of both backends. Imported at first launch only.
 
-Pairs are sorted by expert, with every expert's rows padded to 128. Then tokens are quantized and
-copied to their rows; GEMM with w13; activation and quantization; GEMM with w2; weighted sum. The
-host reads no device memory: sizes follow from M, top_k and E, and our kernels neither write nor
+Pairs are sorted by expert, with every expert's rows padded to 128. Our kernels neither write nor
 read padding.
 """
 
@@ -15,20 +13,15 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.deep_gemm import library as dg
-from moe_ops.kernels import launch
-from moe_ops.kernels.activation import Activated, activated
-from moe_ops.kernels.comm.push import sum_ranks
-from moe_ops.kernels.launch import Gpu, run
-from moe_ops.kernels.place.place import place, place_batches
-from moe_ops.kernels.rows.activate import activate
-from moe_ops.kernels.rows.combine import combine_rows
+from moe_ops.kernels.launch import Launch
+from moe_ops.kernels.place.layout import Layout
 from moe_ops.kernels.rows.operand import Operand
-from moe_ops.kernels.rows.push_scatter import push_own_rows, why_not
-from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
-from moe_ops.ops.exchange import gathered
+from moe_ops.pipeline.layer import AnyArgs, Batches, Pairs, activation_of, run_layers
+
+BF16 = torch.bfloat16
 
 
 class Format(NamedTuple):
@@ -52,7 +45,7 @@ def format_of(scheme: str, layout: str) -> Format:
 def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> Operand:
     """Rows (.., rows, columns) in a workspace, with scales if the format has any."""
     if not form.scales:
-        return Operand(carve(buffer, shape, torch.bfloat16))
+        return Operand(carve(buffer, shape, BF16))
     *batch, rows, columns = shape
     size, groups, dtype = math.prod(shape), columns // form.width, torch.float32
     if form.scales == "ue8m0":
@@ -66,7 +59,7 @@ def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> Operand:
 
 def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> Operand:
     """A weight for the GEMMs. Raises ValueError for what they need and plans cannot check."""
-    dtypes = {"": (torch.bfloat16,), "ue8m0": (torch.float8_e4m3fn, torch.uint8)}
+    dtypes = {"": (BF16,), "ue8m0": (torch.float8_e4m3fn, torch.uint8)}
     expected = dtypes.get(form.scales, (torch.float8_e4m3fn,))
     if data.dtype not in expected:
         raise ValueError(f"{name} must have dtype {expected[0]}, got {data.dtype}")
@@ -83,20 +76,44 @@ def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> Oper
     return Operand(data, scale, form.scales, form.weight_width)
 
 
-def _weights(a: ExpertsArgs | BatchedExpertsArgs, form: Format) -> tuple[Operand, Operand]:
+def _weights(a: AnyArgs, form: Format) -> tuple[Operand, Operand]:
     return (
         _weight("w13", a.w13, a.w13_scale, form),
         _weight("w2", a.w2, a.w2_scale, form),
     )
 
 
-def intermediate_size(a: ExpertsArgs | BatchedExpertsArgs) -> int:
+class Products:
+    """DeepGEMM's two products, and the rows between which they stand."""
+
+    def __init__(
+        self,
+        masked: bool,  # rows are batches
+        expected: int,  # rows of an expert
+        x: Operand,
+        gate_up: Tensor,
+        h: Operand,
+        y: Tensor,
+        w13: Operand,
+        w2: Operand,
+    ):
+        self.x, self.h, self.y, self.w13, self.w2 = x, h, y, w13, w2
+        self.gate_up, self.expected = gate_up, expected
+        self.product = dg.masked_gemm if masked else dg.grouped_gemm
+
+    def prepare(self, layout: Layout) -> list[Launch]:
+        return []
+
+    def first(self, layout: Layout) -> None:
+        self.product(self.gate_up, self.x, self.w13, layout.groups, self.expected)
+
+    def second(self, layout: Layout) -> None:
+        self.product(self.y, self.h, self.w2, layout.groups, self.expected)
+
+
+def intermediate_size(a: AnyArgs) -> int:
     """I: the columns of w2, also if two share a byte."""
-    return a.w13.shape[1] // (2 if _activation(a).GATED else 1)
-
-
-def _activation(a: ExpertsArgs | BatchedExpertsArgs) -> Activated:
-    return activated(a.activation, a.alpha, a.beta, a.limit)
+    return a.w13.shape[1] // (2 if activation_of(a).GATED else 1)
 
 
 def experts(a: ExpertsArgs) -> None:
@@ -105,57 +122,36 @@ def experts(a: ExpertsArgs) -> None:
     if M == 0:
         return
     device = a.hidden_states.get_device()
-    gpu, form = launch.gpu(device), format_of(a.scheme, a.layout)
+    form = format_of(a.scheme, a.layout)
     w13, w2 = _weights(a, form)
     dg.check_warm((), device)  # before the library is loaded
     alignment = dg.alignment()
     expected = dg.expected_rows(M * top_k, a.global_experts)
     gemms = dg.gemm_keys("contiguous", w13, w2, expected, alignment)
     dg.check_warm(gemms, device)
-    for part in chunks(a):
-        _experts(part, w13, w2, form, alignment, expected, gpu)
+    run_layers([_pairs(part, w13, w2, form, alignment, expected) for part in chunks(a)])
     dg.mark_warm(gemms)
 
 
-def _experts(
-    a: ExpertsArgs,
-    w13: Operand,
-    w2: Operand,
-    form: Format,
-    alignment: int,
-    expected: int,
-    gpu: Gpu,
-) -> None:
+def _pairs(
+    a: ExpertsArgs, w13: Operand, w2: Operand, form: Format, alignment: int, expected: int
+) -> Pairs:
     """A layer, or a chunk of its tokens, with the kernels for `expected` rows an expert."""
-    (M, top_k), K, device = a.topk_ids.shape, a.hidden_states.shape[1], a.out.get_device()
+    (M, top_k), K = a.topk_ids.shape, a.out.shape[1]
     (E, N), I = a.w13.shape[:2], intermediate_size(a)  # noqa: E741
     size = padded_rows(M, top_k, E, alignment)
-    permuted = rows_in(a.workspace13, (size, K), form)
-    if a.router_weight_on_input or why_not(K, permuted):
-        a = gathered(a)
-    x = a.hidden_states
-    h = rows_in(a.workspace13, (size, I), form)
-    gate_up = carve(a.workspace2, (size, N), torch.bfloat16)
-    y = carve(a.workspace2, (size, K), torch.bfloat16)
-    weights, scale = a.topk_weights, a.hidden_states_scale
-    on_input, on_output = (weights, None) if a.router_weight_on_input else (None, weights)
-    # rows that are quantized here are weighed before
-    before, after = (on_input, None) if form.scales and scale is None else (None, on_input)
-    launches, layout = place(
-        a.topk_ids, a.expert_map, a.index_workspace, a.w13.shape[0], size, alignment, gpu
+    products = Products(
+        masked=False,
+        expected=expected,
+        x=rows_in(a.workspace13, (size, K), form),
+        gate_up=carve(a.workspace2, (size, N), BF16),
+        h=rows_in(a.workspace13, (size, I), form),
+        y=carve(a.workspace2, (size, K), BF16),
+        w13=w13,
+        w2=w2,
     )
-    copies = push_own_rows(a, permuted, layout, gpu)
-    if copies is None:
-        copies = scatter(x, permuted, layout, top_k, gpu, scale, before)
-    run([*launches, copies], device, gpu)
-    dg.grouped_gemm(gate_up, permuted, w13, layout.groups, expected)
-    run([activate(h, _activation(a), gate_up, layout, gpu, after)], device, gpu)
-    dg.grouped_gemm(y, h, w2, layout.groups, expected)
-    if a.exchange:
-        last = sum_ranks(a, y, layout.rows)
-    else:
-        last = combine_rows(a.out, y, on_output, layout, top_k)
-    run([last], device, gpu)
+    quantized_here = form.scales and a.hidden_states_scale is None
+    return Pairs(a, products, alignment, size, weighs_after=not quantized_here)
 
 
 def _readable(scale: Tensor | None, rows: int, form: Format) -> bool:
@@ -178,28 +174,27 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
         for part in parts:
             batched_experts(part)
         return
-    gpu, form = launch.gpu(device), format_of(a.scheme, a.layout)
+    form = format_of(a.scheme, a.layout)
     w13, w2 = _weights(a, form)
     # A GEMM stores whole blocks of rows: the rows after an expert's last row must be its own.
     R = round_up(T, dg.ALIGNMENT)
-    gate_up = carve(a.workspace13, (E, R, N), torch.bfloat16)
-    in_place = R == T and out.is_contiguous()
-    y = dg.dense(out) if in_place else carve(a.workspace13, (E, R, K), torch.bfloat16)
-    h = rows_in(a.workspace2, (E, R, I), form)
     gemms = dg.gemm_keys("masked", w13, w2, T, 0)
     dg.check_warm(gemms, device)
-    first, layout = place_batches(a, R, gpu)
-    launches = [first]
-    scale = a.hidden_states_scale
-    if R == T and x.is_contiguous() and _readable(scale, T, form):
-        inputs = Operand(dg.dense(x), scale, form.scales, form.width)
+    scale, y_in_place = a.hidden_states_scale, R == T and out.is_contiguous()
+    x_in_place = R == T and x.is_contiguous() and _readable(scale, T, form)
+    if x_in_place:
+        rows = Operand(dg.dense(x), scale, form.scales, form.width)
     else:
-        inputs = rows_in(a.workspace2, (E, R, K), form)
-        launches.append(scatter(x, inputs, layout, 1, gpu, scale))
-    run(launches, device, gpu)
-    dg.masked_gemm(gate_up, inputs, w13, layout.groups, T)
-    run([activate(h, _activation(a), gate_up, layout, gpu)], device, gpu)
-    dg.masked_gemm(y, h, w2, layout.groups, T)
-    if not in_place:
-        run([combine_rows(out, y, None, layout, 1)], device, gpu)
+        rows = rows_in(a.workspace2, (E, R, K), form)
+    products = Products(
+        masked=True,
+        expected=T,
+        x=rows,
+        gate_up=carve(a.workspace13, (E, R, N), BF16),
+        h=rows_in(a.workspace2, (E, R, I), form),
+        y=dg.dense(out) if y_in_place else carve(a.workspace13, (E, R, K), BF16),
+        w13=w13,
+        w2=w2,
+    )
+    run_layers([Batches(a, products, R, x_in_place, y_in_place)])
     dg.mark_warm(gemms)

@@ -70,7 +70,7 @@ PACKING_SENDERS = 64  # which quantize what they send, and wait for each block t
 
 def why_not(columns: int, y: Operand) -> str | None:
     """Why rows of so many columns cannot be copied to these on their way; None: they can."""
-    if y.scale is not None and (y.scales == "ue8m0" or y.width != 128 or columns % 128):
+    if y.scales and (y.scales not in ("fp32", "powers") or columns % 128):
         return f"scales {y.scales!r} of {y.width} columns"
     return None
 

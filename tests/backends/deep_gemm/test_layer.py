@@ -23,6 +23,7 @@ from moe_ops.kernels.place import layout as layouts
 from moe_ops.meta.workspace import padded_rows
 from moe_ops.numerics import quantize_activation
 from moe_ops.ops.problem import Machine, Problem
+from moe_ops.pipeline import layer as pipeline
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
 from tests.support import fake_deep_gemm, oracle
@@ -169,8 +170,8 @@ def test_what_arrives_quantized_is_copied(device, columns):
 def test_batches_that_arrive_quantized(device, T, in_place, monkeypatch):
     """Whole blocks of rows with scales as the products read them are read where they are."""
     scattered = []
-    scatter = experts.scatter
-    monkeypatch.setattr(experts, "scatter", lambda *a: scattered.append(a) or scatter(*a))
+    scatter = pipeline.scatter
+    monkeypatch.setattr(pipeline, "scatter", lambda *a: scattered.append(a) or scatter(*a))
     case = case_of(device, "fp8_block")
     _, w13, w2, *_ = case.args
     x = torch.randn(4, T, 256).to(BF16).to(device)
@@ -399,7 +400,7 @@ def test_capture_before_a_warm_call_is_refused(monkeypatch):
     """And nothing is launched."""
     case = case_of("cpu")
     monkeypatch.setattr(dg, "_warm", set())
-    monkeypatch.setattr(experts, "run", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(pipeline, "run", lambda *_: pytest.fail("launched"))
     monkeypatch.setattr(dg, "library", lambda: pytest.fail("loaded"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)

@@ -1,0 +1,1 @@
+"""The steps of a layer around the products that a backend provides."""
