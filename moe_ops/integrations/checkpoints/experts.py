@@ -9,8 +9,10 @@ Dimensions: E experts, N rows, K columns; I rows of gate and of up.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import environment
-from moe_ops.integrations.checkpoints import files, floats
+from moe_ops.integrations.checkpoints import files, floats, reading
 from moe_ops.integrations.checkpoints.common import (
     FLOATS,
     VALUES_ONLY,
@@ -36,13 +38,15 @@ from moe_ops.integrations.checkpoints.formats import (
     Matrix,
     format_of,
 )
-from moe_ops.integrations.checkpoints.stacks import Parts, Stack, for_each, kept
+from moe_ops.integrations.checkpoints.reading import Piece
+from moe_ops.integrations.checkpoints.stacks import Parts, Stack, kept
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.tensors import from_quantized, quantize
 
 Source = dict[str, str]  # role -> name of a tensor in the files
 BIAS = "bias"  # no part of a weight
 LOADING = "loading experts"
+_BESIDE = 2**26  # bytes of what is converted at a time
 # fp8 with a scale for a matrix -> the same values and activations with one for each row
 BY_ROWS = {
     "fp8_tensor": "fp8_channel_tensor",
@@ -300,49 +304,100 @@ class Checkpoint:
         quantizing = scheme and weight.format is None
         if not weight.stacked and not quantizing:
             return {n: t.to(device) for n, t in self._single(weight, scheme).items()}
+        if weight.format is not None:
+            return self._stack(weight, scheme, device)
         stack = Stack(len(weight.experts), weight.in_turn)
-        each = (self._quantizing if quantizing else self._slices)(weight, scheme, device)
+        rows = self._rows(weight, device)
+        each = (
+            self._quantized(weight, scheme, rows)
+            if quantizing
+            else ({"plain": matrix.unsqueeze(0)} for matrix in rows)
+        )
         for e, parts in enumerate(environment.progress_bar(each, LOADING, stack.count)):
-            stack.put(e, parts)
+            stack.put(slice(e, e + 1), [parts])
         return stack.tensors
 
     def _single(self, weight: Weight, scheme: str) -> Parts:
-        """Experts that lie one by one, which threads read and convert, each into its place; on the
-        CPU.
+        """Experts that lie one by one, some of them at a time, on the CPU. What needs no
+        conversion, as the first expert shows, is read into its place.
         """
         experts = [tuple([projection[e] for projection in weight.sources]) for e in weight.experts]
+        stored = [self._stored(weight, expert) for expert in experts]
         stack = Stack(len(experts), weight.in_turn)
         by_rows = self._scale_of_rows(weight, scheme)
         # of each projection: role -> name of what needs no conversion
         unchanged: list[dict[str, str]] = [{} for _ in weight.sources]
-
-        def read(e: int, places: list[Parts]) -> None:
-            found = []
-            for i, source in enumerate(experts[e]):
-                into = {role: places[i][name] for role, name in unchanged[i].items()}
-                tensors = self._read(
-                    source, "cpu", into=self._fitting(into, source, experts[0][i])
-                )
-                parts = self._convert(weight, source, tensors)
-                if e == 0:
-                    unchanged[i] = kept(tensors, parts)
-                found.append(_by_rows(parts, by_rows))
-            stack.put(e, self._checked(found, experts[e]))
-
-        read(0, [])
-        for_each(lambda e: read(e, stack.places(e)), range(1, len(experts)), LOADING)
+        begin = 0
+        while begin < len(experts):
+            places: list[Parts] = [{} for _ in unchanged]
+            most = 1
+            if begin:
+                if stored[begin] == stored[0]:
+                    places = _roles(stack.places(slice(begin, None)), unchanged)
+                most = _at_a_time(stored[begin], places)
+            alike = itertools.takewhile(stored[begin].__eq__, stored[begin : begin + most])
+            some = slice(begin, begin + len([*alike]))
+            sources = [*zip(*experts[some], strict=True)]  # of each projection
+            tensors = self._read_alike(sources, places)
+            converted = [
+                self._convert(weight, *read) for read in zip(sources, tensors, strict=True)
+            ]
+            if not begin:
+                unchanged = [kept(*pair) for pair in zip(tensors, converted, strict=True)]
+            parts = [_by_rows(p, by_rows) for p in converted]
+            stack.put(some, self._checked(parts, experts[some]))
+            begin = some.stop
         return stack.tensors
 
-    def _fitting(self, into: Parts, source: Source, first: Source) -> Parts:
-        """The places of tensors that are stored like those of the first expert."""
+    def _stored(self, weight: Weight, expert: tuple[Source, ...]) -> list:
+        """How an expert is stored: those that are stored alike can be converted together."""
         entries = self.files.entries
-        return {
-            role: place
-            for role, place in into.items()
-            if place.is_contiguous()
-            and entries[source[role]].dtype == entries[first[role]].dtype
-            and entries[source[role]].bytes == place.nbytes
-        }
+        return [
+            (
+                {
+                    role: (entries[tensor].dtype, entries[tensor].shape)
+                    for role, tensor in source.items()
+                    if role != FACTORS
+                },
+                weight.format and self._config(weight.format, source, weight.values_only),
+            )
+            for source in expert
+        ]
+
+    def _read_alike(self, sources: list[tuple[Source, ...]], places: list[Parts]) -> list[Parts]:
+        """The tensors (C, ...) of C matrices of each projection, by role, in these places if they
+        have some.
+        """
+        tensors: list[Parts] = [{} for _ in sources]
+        pieces: list[Piece] = []
+        for found, matrices, place in zip(tensors, sources, places, strict=True):
+            for role, tensor in matrices[0].items():
+                if role == FACTORS:
+                    continue
+                entry = self.files.entries[tensor]
+                shape = (len(matrices), *entry.shape)
+                if role in place:
+                    found[role] = place[role][: shape[0]].view(entry.dtype).view(shape)
+                else:
+                    found[role] = reading.empty(shape, entry.dtype)
+                pieces += self.files.pieces((source[role] for source in matrices), found[role])
+        reading.read_pieces(pieces)
+        return tensors
+
+    def _stack(self, weight: Weight, scheme: str, device: Any) -> Parts:
+        """The quantized matrices of a stack."""
+        by_rows = self._scale_of_rows(weight, scheme)
+        first = tuple(projection[0] for projection in weight.sources)
+        count, parts = len(weight.experts), []
+        for source in first:
+            found = self._convert(weight, (source,), self._read(source, device, weight))
+            found = {n: t if t.dim() else t.expand(count) for n, t in found.items()}
+            if weight.columns_first:
+                found["qdata"] = found["qdata"].mT
+            parts.append(_by_rows(found, by_rows))
+        stack = Stack(count, weight.in_turn)
+        stack.put(slice(0, count), self._checked(parts, [first]))
+        return stack.tensors
 
     def _scale_of_rows(self, weight: Weight, scheme: str) -> str:
         """Which scale each row gets, also where the files have one for a matrix; "" for none."""
@@ -360,24 +415,31 @@ class Checkpoint:
         role = next((role for role in roles if role in weight.sources[0][0]), None)
         if role is None or len(weight.sources) == 1:
             return False
-        for expert in zip(*weight.sources, strict=True):
-            first, *others = [self.files.read(source[role]) for source in expert]
+        experts = [*zip(*weight.sources, strict=True)]
+        scales = iter(self.files.read_all(source[role] for expert in experts for source in expert))
+        for first, *others in zip(*[scales] * len(weight.sources), strict=True):
             if any(not torch.equal(other.float(), first.float()) for other in others):
                 return True
         return False
 
     def _activation_scale(self, weight: Weight, device: Any) -> dict[str, Tensor]:
         """One for all experts, read or not: the largest any of them saw."""
+        found = [
+            (source, role)
+            for projection in weight.sources
+            for source in projection
+            for role in source.keys() & set(floats.ACTIVATION_SCALES)
+        ]
+        values = self.files.read_all(source[role] for source, role in found)
         scales = []
-        for source in (source for projection in weight.sources for source in projection):
-            for role in source.keys() & set(floats.ACTIVATION_SCALES):
-                scale = floats.activation_scale(role, self.files.read(source[role], device))
-                if not scale.isfinite():
-                    raise ValueError(
-                        f"{self._where(source)}: activation scale must be finite, got NaN or Inf"
-                    )
-                scales.append(scale)
-        return {"activation_scale": torch.stack(scales).amax()} if scales else {}
+        for (source, role), value in zip(found, values, strict=True):
+            scale = floats.activation_scale(role, value)
+            if not scale.isfinite():
+                raise ValueError(
+                    f"{self._where(source)}: activation scale must be finite, got NaN or Inf"
+                )
+            scales.append(scale)
+        return {"activation_scale": torch.stack(scales).amax().to(device)} if scales else {}
 
     def _rows(self, weight: Weight, device: Any) -> Iterator[Tensor]:
         """The plain (N, K) matrices of a weight, one expert at a time."""
@@ -396,46 +458,36 @@ class Checkpoint:
                 [self._read(p[e], device)["weight"] for p in weight.sources], weight.in_turn
             )
 
-    def _quantizing(self, weight: Weight, scheme: str, device: Any) -> Iterator[list[Parts]]:
-        """Quantize plain weights, one expert at a time."""
-        for e, rows in zip(weight.experts, self._rows(weight, device), strict=True):
+    def _quantized(
+        self, weight: Weight, scheme: str, matrices: Iterable[Tensor]
+    ) -> Iterator[Parts]:
+        """Plain matrices of a weight, quantized one by one."""
+        for e, rows in zip(weight.experts, matrices, strict=True):
             source = weight.sources[0][0 if weight.stacked else e]
             try:
                 tensor = quantize(rows.unsqueeze(0), scheme)
             except ValueError as error:
                 raise ValueError(f"{self._where(source)}, expert {e}: {error}") from error
-            names = tensor.__tensor_flatten__()[0]
-            yield [{n: getattr(tensor, n).squeeze(0) for n in names}]
+            yield {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
-    def _slices(self, weight: Weight, scheme: str, device: Any) -> Iterator[list[Parts]]:
-        """The matrices of a stack, quantized or plain, one expert at a time."""
-        if weight.format is None:
-            yield from ([{"plain": rows}] for rows in self._rows(weight, device))
-            return
-        by_rows = self._scale_of_rows(weight, scheme)
-        first = tuple(projection[0] for projection in weight.sources)
-        stacks = [self._convert(weight, s, self._read(s, device, weight)) for s in first]
-        for e in range(len(weight.experts)):
-            parts = [{n: t[e] if t.dim() else t for n, t in s.items()} for s in stacks]
-            if weight.columns_first:
-                parts = [p | {"qdata": p["qdata"].T} for p in parts]
-            yield self._checked([_by_rows(p, by_rows) for p in parts], first)
-
-    def _convert(self, weight: Weight, source: Source, tensors: Parts) -> Parts:
+    def _convert(self, weight: Weight, sources: Sequence[Source], tensors: Parts) -> Parts:
+        """What the tensors of a matrix, or of a stack, become; several matrices are stacked."""
         if weight.format is None:
             return {"plain": tensors["weight"]}
         try:
             return weight.format.convert(
-                tensors, self._config(weight.format, source, weight.values_only)
+                tensors, self._config(weight.format, sources[0], weight.values_only)
             )
         except ValueError as error:
-            raise ValueError(f"{self._where(source)}: {error}") from error
+            for i, source in enumerate(sources if len(sources) > 1 else ()):
+                self._convert(weight, (source,), {r: t[i] for r, t in tensors.items()})
+            raise ValueError(f"{self._where(sources[0])}: {error}") from error
 
     def _check_finite(self, weight: Weight) -> None:
         """Raise for the first matrix whose scales are not all finite; plain weights have none."""
         matrices = [projection[e] for projection in weight.sources for e in range(len(projection))]
         for source in matrices if weight.format else ():
-            for name, t in self._convert(weight, source, self._read(source, "cpu")).items():
+            for name, t in self._convert(weight, (source,), self._read(source, "cpu")).items():
                 if name == "qdata" or not t.dtype.is_floating_point:
                     continue
                 if not t.float().isfinite().all():
@@ -444,16 +496,23 @@ class Checkpoint:
                         "NaN or Inf"
                     )
 
-    def _checked(self, projections: list[Parts], expert: tuple[Source, ...]) -> list[Parts]:
-        """The matrices of an expert's projections, if those that become one agree in the numbers
-        that it has once.
+    def _checked(
+        self, projections: list[Parts], experts: Sequence[tuple[Source, ...]]
+    ) -> list[Parts]:
+        """The matrices of these experts, or of a stack, by projection, if those that become one
+        agree in the numbers that it has once.
         """
         for name, t in projections[0].items():
-            others = [parts[name] for parts in projections]
-            if not t.dim() and any(not torch.equal(o, t) for o in others):
-                values = ", ".join(f"{o.item():.9g}" for o in others)
+            if t.dim() > 1:
+                continue
+            numbers = torch.stack([parts[name] for parts in projections], -1)
+            differ = (numbers != numbers[:, :1]).any(1).nonzero()
+            if len(differ):
+                e = int(differ[0])
+                source = experts[min(e, len(experts) - 1)][0]
+                values = ", ".join(f"{number:.9g}" for number in numbers[e].tolist())
                 raise ValueError(
-                    f"{self._where(expert[0])} must have the {name.replace('_', ' ')} of the "
+                    f"{self._where(source)} must have the {name.replace('_', ' ')} of the "
                     "other projections of its expert, because both are one matrix here, got "
                     f"{values}; quantize again with one scale for gate and up, or for fp8 give a "
                     "scheme with a scale for each row, such as 'fp8_channel_tensor_static'"
@@ -560,20 +619,11 @@ class Checkpoint:
         except ValueError as error:
             raise ValueError(f"{self._said_in}{error}") from error
 
-    def _read(
-        self,
-        source: Source,
-        device: Any,
-        weight: Weight | None = None,
-        into: Parts | None = None,
-    ) -> Parts:
-        """The tensors of a matrix; of the weight's experts, if it is a stack. ``into``: where to
-        read them.
-        """
+    def _read(self, source: Source, device: Any, weight: Weight | None = None) -> Parts:
+        """The tensors of a matrix; of the weight's experts, if it is a stack."""
         source = {role: tensor for role, tensor in source.items() if role != FACTORS}
         if weight is None or not weight.stacked or weight.ids is None:
-            places = into or {}
-            return {r: self.files.read(t, device, into=places.get(r)) for r, t in source.items()}
+            return {role: self.files.read(tensor, device) for role, tensor in source.items()}
         E, found = weight.shape[0], {}
         for role, tensor in source.items():
             # a plain weight may have the experts' rows behind one another
@@ -603,10 +653,34 @@ class Checkpoint:
 
 
 def _by_rows(parts: Parts, name: str) -> Parts:
-    """One matrix (N, K) with a scale of this name for each row, if it has one for all."""
-    if not name or parts[name].dim():
+    """Matrices (C, N, K) with a scale of this name for each row, if each has one for all."""
+    if not name or parts[name].dim() > 1:
         return parts
-    return parts | {name: parts[name].expand(len(parts["qdata"]), 1)}
+    count, rows = parts["qdata"].shape[:2]
+    return parts | {name: parts[name].view(-1, 1, 1).expand(count, rows, 1)}
+
+
+def _roles(places: list[Parts], unchanged: list[dict[str, str]]) -> list[Parts]:
+    """Where tensors of each role can be read, of each projection: places whose rows follow each
+    other.
+    """
+    return [
+        {role: parts[name] for role, name in names.items() if parts[name][0].is_contiguous()}
+        for parts, names in zip(places, unchanged, strict=True)
+    ]
+
+
+def _at_a_time(stored: list, places: list[Parts]) -> int:
+    """How many experts that are stored so are read at a time: those that fill _BESIDE bytes of
+    memory beside the weight.
+    """
+    count = sum(
+        math.prod(shape) * dtype.itemsize
+        for (tensors, _), into in zip(stored, places, strict=True)
+        for role, (dtype, shape) in tensors.items()
+        if role not in into
+    )
+    return max(1, _BESIDE // max(1, count))
 
 
 def join_rows(parts: list[Tensor], in_turn: bool) -> Tensor:

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.integrations.checkpoints import reading
 from moe_ops.integrations.checkpoints.common import shown
 from moe_ops.integrations.checkpoints.headers import Entry, read_header
 from moe_ops.integrations.checkpoints.json_files import check_regular, read_object
+from moe_ops.integrations.checkpoints.reading import Piece
 
 INDEX = "model.safetensors.index.json"
 _CONFIGS = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
@@ -94,34 +96,38 @@ class TensorFiles:
         device: torch.device | str = "cpu",
         count: int = 1,
         ids: range = range(1),
-        into: Tensor | None = None,
     ) -> Tensor:
         """One tensor, read from its file; of `count` pieces as long along its first dimension
-        those of `ids` alone, one after the other. ``into``: contiguous memory of as many bytes,
-        on the CPU, that the result is then a view of.
+        those of `ids` alone, one after the other.
         """
         entry = self.entries[name]
         piece = entry.bytes // count
-        if into is None:
-            into = torch.empty(len(ids) * piece, dtype=torch.uint8, device="cpu")
-        data = into.view(-1).view(torch.uint8)
+        data = reading.empty((len(ids) * piece,), torch.uint8)
         runs = [ids] if ids.step == 1 else [range(i, i + 1) for i in ids]
-        rest = data.numpy().data
-        with entry.file.open("rb", buffering=0) as f:  # a buffer would read more than is asked for
-            for run in runs:
-                f.seek(entry.begin + run.start * piece)
-                part, rest = rest[: len(run) * piece], rest[len(run) * piece :]
-                while part:
-                    got = f.readinto(part)
-                    if not got:
-                        raise ValueError(
-                            f"{entry} ends early: the file was changed while it was read"
-                        )
-                    part = part[got:]
+        rest = data.numpy()
+        pieces = []
+        for run in runs:
+            part, rest = rest[: len(run) * piece], rest[len(run) * piece :]
+            pieces.append(Piece(entry, entry.begin + run.start * piece, part))
+        reading.read_pieces(pieces)
         shape = entry.shape
         if count > 1:
             shape = (shape[0] // count * len(ids), *shape[1:])
         return data.view(entry.dtype).reshape(shape).to(device)
+
+    def read_all(self, names: Iterable[str]) -> list[Tensor]:
+        """These tensors, on the CPU; for many small ones."""
+        entries = [self.entries[name] for name in names]
+        tensors = [torch.empty(e.shape, dtype=e.dtype, device="cpu") for e in entries]
+        data = [t.view(-1).view(torch.uint8).numpy() for t in tensors]
+        reading.read_pieces(Piece(e, e.begin, d) for e, d in zip(entries, data, strict=True))
+        return tensors
+
+    def pieces(self, names: Iterable[str], into: Tensor) -> list[Piece]:
+        """What reads the i-th of these tensors into into[i], which is contiguous."""
+        entries = (self.entries[name] for name in names)
+        places = into.view(len(into), -1).view(torch.uint8).numpy()
+        return [Piece(e, e.begin, place) for e, place in zip(entries, places, strict=True)]
 
 
 def _files_of(path: str | Path | list) -> tuple[list[Path], Path | None]:

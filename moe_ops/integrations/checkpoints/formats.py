@@ -90,12 +90,13 @@ def _describe_weight_packed(t: dict, config: Config) -> Matrix:
 def _convert_weight_packed(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     is_words = t["weight_packed"].dtype == torch.int32
     matrix = _describe_weight_packed(t, config)
-    shape = t["weight_shape"].flatten()[-2:].tolist() if "weight_shape" in t else None
-    if shape not in (None, [matrix.rows, matrix.columns]):
-        raise ValueError(
-            f"weight_shape must be {[matrix.rows, matrix.columns]}, as the packed elements are, "
-            f"got {shape}"
-        )
+    expected = [matrix.rows, matrix.columns]
+    said = [torch.atleast_2d(t["weight_shape"])] if "weight_shape" in t else []
+    for shape in (shape for shapes in said for shape in shapes[..., -2:].flatten(0, -2).tolist()):
+        if shape != expected:
+            raise ValueError(
+                f"weight_shape must be {expected}, as the packed elements are, got {shape}"
+            )
     return (integers.convert_packed if is_words else floats.convert_mxfp4)(t, config)
 
 

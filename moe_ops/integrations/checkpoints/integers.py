@@ -133,9 +133,8 @@ def _integers(packed: Tensor, zero: Tensor | None, scale: Tensor, bits: int) -> 
     schemes keep them.
     """
     qdata = packed if bits == 4 else (packed ^ 128).view(torch.int8)
-    parts = {"qdata": qdata, "scale": scale.contiguous()}
+    parts = {"qdata": qdata, "scale": scale}
     if zero is not None:
-        zero = zero.contiguous()
         parts["zero_point"] = zero if bits == 4 else (zero ^ 128).view(torch.int8)
     return parts
 
@@ -162,20 +161,21 @@ def describe_gptq(t: dict, config: Config) -> Matrix:
 
 def convert_gptq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     bits = config.get("bits", 4)
-    packed = octets(t["qweight"], 0)
-    zero = unpack_int32(t["qzeros"], bits, 1).T
-    if config.get("checkpoint_format", "gptq") != "gptq_v2":
-        # files of the first version hold the zero point minus one, modulo 2**bits
-        zero = (zero + 1) & (2**bits - 1)
+    packed = octets(t["qweight"], -2)
     if "g_idx" in t:
-        k, groups = len(t["g_idx"]), zero.shape[1]
-        expected = torch.arange(k, device=packed.device) // (k // groups)
-        if not torch.equal(t["g_idx"].long(), expected):
+        k, groups = t["g_idx"].shape[-1], t["scales"].shape[-2]
+        expected = torch.arange(k, dtype=torch.int32, device=packed.device) // (k // groups)
+        if not (t["g_idx"] == expected).all():
             raise ValueError(_ACT_ORDER.format("act-order (a g_idx that does not ascend)"))
+    # files of the first version hold the zero point minus one, modulo 2**bits
+    less = 0 if config.get("checkpoint_format", "gptq") == "gptq_v2" else 1
+    middle = 2 ** (bits - 1) - less
+    if config.get("sym") and (octets(t["qzeros"], -1) == middle * (17 if bits == 4 else 1)).all():
+        return _integers(packed, None, t["scales"].mT, bits)
+    zero = (unpack_int32(t["qzeros"], bits, -1).mT + less) & (2**bits - 1)
     if config.get("sym"):
         _check_symmetric(zero, bits, "sym=True says", "; is its checkpoint_format right?")
-        return _integers(packed, None, t["scales"].T, bits)
-    return _integers(packed, zero, t["scales"].T, bits)
+    return _integers(packed, zero, t["scales"].mT, bits)
 
 
 def _check_symmetric(zero: Tensor, bits: int, said: str, hint: str = "") -> None:
@@ -206,12 +206,12 @@ def describe_awq(t: dict, config: Config) -> Matrix:
 
 
 def convert_awq(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    packed = pack_nibbles(unpack_int32(t["qweight"], 4, 1, AWQ_ORDER).T)
-    zero = unpack_int32(t["qzeros"], 4, 1, AWQ_ORDER).T
+    packed = pack_nibbles(unpack_int32(t["qweight"], 4, -1, AWQ_ORDER).mT)
+    zero = unpack_int32(t["qzeros"], 4, -1, AWQ_ORDER).mT
     if config.get("zero_point") is False:
         _check_symmetric(zero, 4, "zero_point=False says")
-        return _integers(packed, None, t["scales"].T, 4)
-    return _integers(packed, zero, t["scales"].T, 4)
+        return _integers(packed, None, t["scales"].mT, 4)
+    return _integers(packed, zero, t["scales"].mT, 4)
 
 
 def describe_int_words(t: dict, config: Config) -> Matrix:
@@ -227,4 +227,5 @@ def _is_awq(t: dict, config: Config) -> bool:
     method = config.get("quant_method")
     if method in ("gptq", "awq"):
         return method == "awq"
-    return "g_idx" not in t and shape_of(t, "qweight", 2)[1] * 8 == shape_of(t, "scales", 2)[1]
+    columns, rows = (shape_of(t, role, 2, 3)[-1] for role in ("qweight", "scales"))
+    return "g_idx" not in t and columns * 8 == rows

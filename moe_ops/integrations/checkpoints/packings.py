@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.integrations.checkpoints import reading
+
 # AutoAWQ stores element AWQ_ORDER[i] of eight neighbours in bits 4i to 4i + 3.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -22,7 +24,24 @@ def octets(words: Tensor, dim: int) -> Tensor:
     Returns:
         uint8, with 4 n bytes along the last dimension.
     """
-    return words.movedim(dim, -1).contiguous().view(torch.uint8)  # little endian
+    words = words.movedim(dim, -1)
+    in_order = words if words.stride(-1) == 1 else _contiguous(words)
+    return in_order.view(torch.uint8)  # little endian
+
+
+def _contiguous(matrices: Tensor) -> Tensor:
+    """(..., N, K) in order. torch turns one matrix by blocks, and more of them by elements."""
+    if matrices.dim() < 3 or not matrices.is_cpu:
+        return matrices.contiguous()
+    turned = reading.empty(matrices.shape, matrices.dtype)
+    sources, places = matrices.flatten(0, -3), turned.flatten(0, -3)
+
+    def turn(some: slice) -> None:
+        for source, place in zip(sources[some], places[some], strict=True):
+            place.copy_(source)
+
+    reading.for_some(turn, len(places), turned.nbytes)
+    return turned
 
 
 def unpack_int32(

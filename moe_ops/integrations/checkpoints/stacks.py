@@ -1,24 +1,18 @@
-"""Stacks of experts' tensors, which threads fill: each reads one expert after the other, converts
-it and puts it into its place. What needs no conversion is read right there.
-
-Where a thread would call a torch operator on a whole matrix, numpy does the work: torch starts as
-many threads as it uses for each thread that calls it.
-"""
+"""Stacks of experts' tensors, filled some experts at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ops import environment
+from moe_ops.integrations.checkpoints import reading
 
-Parts = dict[str, Tensor]  # of one matrix, by the names that from_quantized gives them
-
-MOST_THREADS = 16
+# Of matrices (C, ...) of C experts, by the names that from_quantized gives them. Numbers that a
+# matrix has once are (C,).
+Parts = dict[str, Tensor]
 
 
 class Stack:
@@ -37,51 +31,59 @@ class Stack:
         self.tensors: Parts = {}
         self._rows: dict[str, list[int]] = {}  # of each projection
 
-    def put(self, e: int, projections: Sequence[Parts]) -> None:
-        """Copy the matrices of expert ``e``, where they are not at their places already.
+    def put(self, experts: slice, projections: Sequence[Parts]) -> None:
+        """Copy the matrices of these experts, where they are not at their places already.
 
-        The first expert says what they look like; others may come in any order, from any thread.
+        The first ones say what all look like; others may come in any order.
         """
         if not self.tensors:
             self._make(projections)
-        for parts, places in zip(projections, self.places(e), strict=True):
-            for name, part in parts.items():
-                _copy(places[name], part)
+        copies = [
+            (places[name], part)
+            for parts, places in zip(projections, self.places(experts), strict=True)
+            for name, part in parts.items()
+            if _address(part) != _address(places[name])
+        ]
+        _copy(copies)
 
     def _make(self, projections: Sequence[Parts]) -> None:
         for name, t in projections[0].items():
-            rows = [len(parts[name]) for parts in projections] if t.dim() else []
+            rows = [parts[name].shape[1] for parts in projections] if t.dim() > 1 else []
             self._rows[name] = rows
-            shape = (sum(rows), *t.shape[1:]) if rows else ()
-            self.tensors[name] = t.new_empty((self.count, *shape))
+            shape = (self.count, sum(rows), *t.shape[2:]) if rows else (self.count,)
+            self.tensors[name] = reading.empty(shape, t.dtype) if t.is_cpu else t.new_empty(shape)
 
-    def places(self, e: int) -> list[Parts]:
-        """Where the parts of each projection of an expert belong, as views."""
+    def places(self, experts: slice) -> list[Parts]:
+        """Where the parts of each projection of experts belong, as views."""
         count = max(map(len, self._rows.values()))
         places: list[Parts] = [{} for _ in range(count)]
         for name, t in self.tensors.items():
             if not self._rows[name]:
-                views: Sequence[Tensor] = [t[e]] * count
+                views: Sequence[Tensor] = [t[experts]] * count
             elif self.in_turn:
-                views = [t[e, i::count] for i in range(count)]
+                views = [t[experts, i::count] for i in range(count)]
             else:
-                views = t[e].split(self._rows[name])
+                views = t[experts].split(self._rows[name], 1)
             for place, view in zip(places, views, strict=True):
                 place[name] = view
         return places
 
 
-def _copy(place: Tensor, part: Tensor) -> None:
-    if place.is_cpu and _overlap(place, part):
-        return  # it was read there
-    if place.is_cpu and part.dtype == place.dtype:
-        np.copyto(_integers(place), _integers(part.contiguous()))  # by this thread alone
-    else:
-        place.copy_(part)
+def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy tensors (C, ...) to their places, on the CPU by threads that take some experts each."""
+    arrays = []
+    for place, part in copies:
+        if place.is_cpu and part.is_cpu and place.dtype == part.dtype:
+            arrays.append((_integers(place), _integers(part)))
+        else:
+            place.copy_(part)
 
+    def copy(some: slice) -> None:
+        for place, part in arrays:
+            np.copyto(place[some], part[some])
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return np.may_share_memory(_integers(a), _integers(b))
+    if arrays:
+        reading.for_some(copy, len(arrays[0][0]), sum(part.nbytes for _, part in arrays))
 
 
 def _integers(t: Tensor) -> np.ndarray:
@@ -92,6 +94,10 @@ def _integers(t: Tensor) -> np.ndarray:
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def _address(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
 def kept(tensors: Parts, parts: Parts) -> dict[str, str]:
     """Roles of tensors whose bytes a conversion left as and where they are, and the names of what
     they became; without numbers that a matrix has once, which projections may share.
@@ -100,29 +106,9 @@ def kept(tensors: Parts, parts: Parts) -> dict[str, str]:
         role: name
         for role, t in tensors.items()
         for name, part in parts.items()
-        if part.dim()
-        and _overlap(part, t)
+        if part.dim() > 1
+        and part.data_ptr() == t.data_ptr()
         and part.nbytes == t.nbytes
         and part.is_contiguous()
         and t.is_contiguous()
     }
-
-
-def for_each(function: Callable[[int], None], items: range, what: str) -> None:
-    """Call a function for each of these numbers, by as many threads as torch uses, at most
-    MOST_THREADS.
-
-    No thread is left when this returns or raises: what raises for the first of the numbers.
-    """
-    count = min(torch.get_num_threads(), MOST_THREADS, len(items))
-    if count < 2:
-        for item in environment.progress_bar(items, what):
-            function(item)
-        return
-    with ThreadPoolExecutor(count, "moe_ops_reader") as pool:
-        futures = [pool.submit(function, item) for item in items]
-        try:
-            for future in environment.progress_bar(futures, what):
-                future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)

@@ -1,5 +1,5 @@
 """What each parameter of a model is read from, decided from the headers of a checkpoint alone, and
-its reading, one expert at a time.
+its reading.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Assignment:
         stored: experts that `save_pretrained` wrote.
         matrices: what is no expert, and becomes plain.
         biases: of experts one by one, or of gate and up apart, [projection][expert].
+        ours: tensors of all these, but for one of each parameter, by which transformers asks for
+            it.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, scheme: str | None) -> None:
@@ -74,6 +76,7 @@ class Assignment:
         self.stored: dict[str, Source] = {}
         self.matrices: dict[str, Source] = {}
         self.biases: dict[str, tuple[tuple[Source, ...], ...]] = {}
+        self.ours: set[str] = set()
 
     def assign(self, transforms: list, table: conversions.Table) -> None:
         """Decide what every parameter is read from, and check that it can be."""
@@ -86,8 +89,14 @@ class Assignment:
         claimed: set[str] = set()  # parameters that something is read for
         unclaimed: dict[str, str] = {}  # tensor -> its name in the model
         tensors = [*self.files.entries, *self.files.unknown]
-        for tensor in sorted(tensors, key=loading.dot_natural_key):
-            target, pattern = conversions.rename(tensor, renamings, converters, prefix, state)
+        taken: dict[str, tuple[str, str | None]] = {}  # by our readers, of any expert
+        for tensor in sorted(tensors, key=conversions.natural_order):
+            key = conversions.any_expert(tensor)
+            target, pattern = taken.get(key) or conversions.rename(
+                tensor, renamings, converters, prefix, state
+            )
+            if pattern in table:
+                taken[key] = target, pattern
             claimed.update(_targets_of(target, pattern, converters))
             if tensor in self.files.unknown:
                 unclaimed[tensor] = target
@@ -111,6 +120,8 @@ class Assignment:
         self._check_companions(modules, spare)
         self._check_missing(state.keys() - claimed - self.layers.keys(), unclaimed, spare)
         for target, sources in found.items():
+            smallest = min(sources, key=lambda tensor: self.files.entries[tensor].bytes)
+            self.ours |= sources.keys() - {smallest}
             if target in self.layers:
                 self._assign_experts(target, sources)
             elif all(role == BIAS for _, role in sources.values()):

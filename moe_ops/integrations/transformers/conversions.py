@@ -22,6 +22,8 @@ from moe_ops.tensors import ExpertTensor
 STORED = tuple(sorted({*ExpertTensor.tensor_data_names, *ExpertTensor.optional_tensor_data_names}))
 _COMPANIONS = tuple(role for role in ROLES if role != "weight")
 _START = r"(?<![a-zA-Z0-9_])"  # of a name's part: experts, but not shared_experts
+_EXPERT = re.compile(r"experts\.(\d+)\.")
+_NUMBER = re.compile(r"(\d+)")
 _MLX_EXPERTS = _START + r"switch_mlp(?=[.])"  # MLX's name of experts
 
 Table = dict[str, tuple[int, str]]  # source pattern -> (projection, role)
@@ -119,9 +121,19 @@ def rename(
     return target, pattern
 
 
+def natural_order(tensor: str) -> list[Any]:
+    """A key that sorts names by the numbers in them."""
+    return [int(part) if i % 2 else part for i, part in enumerate(_NUMBER.split(tensor))]
+
+
+def any_expert(tensor: str) -> str:
+    """A name with "*" for the expert's number: our readers take a tensor of each expert alike."""
+    return _EXPERT.sub("experts.*.", tensor)
+
+
 def expert_number(tensor: str) -> int | None:
     """The expert of a tensor's name; None if it holds all of them."""
-    match = re.search(r"experts\.(\d+)\.", tensor)
+    match = _EXPERT.search(tensor)
     return None if match is None else int(match.group(1))
 
 
@@ -135,7 +147,7 @@ def names_of(tensor: str, target: str, projection: int) -> tuple[str, ...]:
     if number is None:
         return (target.removesuffix(".weight"),)
     owner, _, leaf = target.rpartition(".")
-    own = re.split(r"experts\.\d+\.", tensor)[-1].rpartition(".")[0]
+    own = tensor[[*_EXPERT.finditer(tensor)][-1].end() :].rpartition(".")[0]
     return f"{owner}.{number}.{projections_of(leaf)[projection]}", f"{owner}.{number}.{own}"
 
 
@@ -229,12 +241,16 @@ def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> l
         if role in ROLES or role == FACTORS:
             modules.setdefault(module, {})[role] = tensor
     readers: dict[str, dict[str, str]] = {}  # end of a parameter's name -> pattern -> role
+    taken: set[str] = set()  # by the readers of experts
     for module, tensors in modules.items():
+        if any_expert(module) in taken:
+            continue
         entries = {r: checkpoint.files.entries[t] for r, t in tensors.items() if r != FACTORS}
         if entries.keys() == {"weight"} or not _is_quantized(entries):
             continue
         target, pattern = loading.rename_source_key(f"{module}.weight", renamings, experts)
         if pattern is not None:
+            taken.add(any_expert(module))
             continue
         for role, tensor in tensors.items():
             # renamings may be of "router.layer.weight" alone, and leave its scales as they are

@@ -1,19 +1,21 @@
 """Quantized experts in `from_pretrained` and `save_pretrained`.
 
 transformers decides which tensors of a checkpoint belong to which parameter, and where it goes.
-The tensors themselves are read by `Checkpoint`, one expert at a time: transformers' own way would
-hold a layer's experts in bf16 several times over, and would convert the integers of quantized
-checkpoints to the dtype of the parameter they are meant for.
+The tensors themselves are read by `Checkpoint`, some experts at a time: transformers' own way
+would hold a layer's experts in bf16 several times over, and would convert the integers of
+quantized checkpoints to the dtype of the parameter they are meant for.
 """
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import core_model_loading as loading
+from transformers import modeling_utils
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
@@ -247,6 +249,30 @@ class _QuantizeConverted(loading.ConversionOps):
         # transformers puts it into the DTensor
         return {full_layer_name: nn.Parameter(layer.weight(name), requires_grad=False)}
 
+
+def _leave_out_what_is_ours() -> None:
+    """Patch transformers' loop over the tensors of a checkpoint, which matches the name of each
+    with all conversions: give it one tensor of each parameter that our quantizer reads. A version
+    that has no such function loops over all of them, and the model is the same.
+    """
+    name = "convert_and_load_state_dict_in_model"
+    load = getattr(modeling_utils, name, None)
+    if load is None:
+        return
+
+    @functools.wraps(load)
+    def without_ours(*args: Any, **kwargs: Any) -> Any:
+        quantizer = getattr(kwargs.get("load_config"), "hf_quantizer", None)
+        assigned = quantizer._assignment if isinstance(quantizer, MoeOpsQuantizer) else None
+        if assigned is not None and "state_dict" in kwargs:
+            tensors = kwargs["state_dict"].items()
+            kwargs["state_dict"] = {n: t for n, t in tensors if n not in assigned.ours}
+        return load(*args, **kwargs)
+
+    setattr(modeling_utils, name, without_ours)
+
+
+_leave_out_what_is_ours()
 
 _MARKS = ("hf_quantizer", "is_quantized", "quantization_method", "_weight_conversions")
 

@@ -1,10 +1,9 @@
-"""Threads that read experts: the bits, the errors and the memory of one thread."""
+"""Experts that threads read, many at a time: the bits, the errors and the memory."""
 
 import copy
-import gc
 import json
+import os
 import threading
-import weakref
 
 import numpy as np
 import pytest
@@ -14,8 +13,12 @@ from tests.support.writers import GPTQ, NVFP4, WRITERS, ChannelFP8
 
 files = pytest.importorskip("safetensors.torch")
 
-from moe_ops.integrations.checkpoints import Checkpoint
-from moe_ops.integrations.checkpoints.stacks import Stack, for_each
+from moe_ops.integrations.checkpoints import Checkpoint, reading
+from moe_ops.integrations.checkpoints import experts as experts_of
+from moe_ops.integrations.checkpoints.headers import Entry
+from moe_ops.integrations.checkpoints.packings import octets
+from moe_ops.integrations.checkpoints.reading import Piece, for_each
+from moe_ops.integrations.checkpoints.stacks import Stack
 
 E, I, K = 12, 128, 256
 PREFIX = "model.layers.1.mlp.experts"
@@ -48,10 +51,11 @@ def bits(weight):
 
 
 @pytest.mark.parametrize("form", WRITERS)
-def test_threads_read_the_bits_of_one(form, threads, tmp_path):
+def test_many_experts_at_a_time_have_the_bits_of_one(form, threads, tmp_path, monkeypatch):
     checkpoint, found = write(tmp_path, WRITERS[form]), []
-    for count in (1, 5):
+    for count, beside in ((1, 1), (5, experts_of._BESIDE)):
         threads(count)
+        monkeypatch.setattr(experts_of, "_BESIDE", beside)  # bytes: one expert at a time, or all
         found += [
             checkpoint.expert_weight(PREFIX),
             checkpoint.expert_weight(PREFIX, ("down_proj",), expert_ids=range(1, E, 2)),
@@ -173,44 +177,109 @@ def test_after_an_error_no_more_experts_are_begun():
     assert len(begun) < 50
 
 
-@pytest.mark.parametrize(("form", "converted"), [("fp8_block", 0), ("gptq4_sym", 1)])
-def test_each_thread_holds_one_matrix_beside_the_weight(
-    form, converted, threads, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(
+    ("form", "converted"), [("fp8_block", 0), ("ct_int4", 0), ("gptq4_sym", 2)]
+)
+def test_few_experts_are_held_beside_the_weight(form, converted, threads, tmp_path, monkeypatch):
     """Of elements that need no conversion none, but of the expert that shows how they lie."""
-    checkpoint, alive, most = write(tmp_path, WRITERS[form]), [], 0
-    read, lock = checkpoint.files.read, threading.Lock()
-    elements = ("weight", "qweight")
+    checkpoint = write(tmp_path, WRITERS[form])
+    entries = checkpoint.files.entries
+    elements = {name for name in entries if name.endswith((".weight", "_packed", ".qweight"))}
+    whole = sum(
+        entry.bytes
+        for name, entry in entries.items()
+        if name.startswith(f"{PREFIX}.0.") and "down_proj" not in name
+    )
+    monkeypatch.setattr(experts_of, "_BESIDE", 2 * whole)
+    read, begun = reading.read_pieces, []
 
-    def watched(name, device="cpu", *args, into=None):
-        nonlocal most
-        tensor = read(name, device, *args, into=into)
-        if name.endswith(elements) and into is None:
-            with lock:
-                alive.append(weakref.ref(tensor))
-                most = max(most, sum(ref() is not None for ref in alive))
-        return tensor
+    def watched(pieces):
+        pieces = [piece for piece in pieces if piece.entry.name in elements]
+        begun.append([piece.place.ctypes.data for piece in pieces])
 
-    monkeypatch.setattr(checkpoint.files, "read", watched)
+    monkeypatch.setattr(reading, "read_pieces", lambda p: read(pieces := [*p]) or watched(pieces))
     threads(3)
-    gc.collect()
-    checkpoint.expert_weight(PREFIX)
-    # gate and up of an expert, until it is in the stack
-    assert most <= 2 * 3 if converted else len(alive) == 2
-    assert not converted or len(alive) == 2 * E
+    qdata = checkpoint.expert_weight(PREFIX).qdata
+    # gate and up of the first expert, and then of two at a time, or all into their places
+    begun = [places for places in begun if places]
+    counts = [2, 4, 4, 4, 4, 4, 2] if converted else [2, 2 * (E - 1)]
+    assert [len(places) for places in begun] == counts
+    inside = range(qdata.data_ptr(), qdata.data_ptr() + qdata.nbytes)
+    assert converted or all(place in inside for place in begun[1])
+
+
+def test_experts_that_are_stored_in_another_way(tmp_path):
+    """Scales of one expert have another dtype, which become fp32 as those of the others."""
+
+    def change(tensors):
+        for e in (3, 4, E - 1):
+            name = f"{PREFIX}.{e}.up_proj.weight_scale_inv"
+            tensors[name] = tensors[name].bfloat16()
+
+    checkpoint = write(tmp_path, WRITERS["fp8_block"], change)
+    weight = checkpoint.expert_weight(PREFIX)
+    for e in range(E):
+        for i, name in enumerate(("gate_proj", "up_proj")):
+            scale = checkpoint.files.read(f"{PREFIX}.{e}.{name}.weight_scale_inv").float()
+            data = checkpoint.files.read(f"{PREFIX}.{e}.{name}.weight")
+            assert torch.equal(weight.scale[e].chunk(2)[i], scale)
+            got = weight.qdata[e].chunk(2)[i]
+            assert torch.equal(got.view(torch.uint8), data.view(torch.uint8))
 
 
 def test_numbers_of_whole_matrices_and_rows_in_turn():
-    stack = Stack(2, in_turn=True)
+    stack = Stack(3, in_turn=True)
     parts = [
-        [
-            {"qdata": torch.full((2, 3), 10.0 * e + p), "scale": torch.tensor(float(e))}
-            for p in (0, 1)
-        ]
-        for e in (0, 1)
+        {
+            "qdata": 10 * torch.arange(3.0).view(3, 1, 1).expand(3, 2, 3) + p,
+            "scale": torch.arange(3.0),
+        }
+        for p in (0, 1)
     ]
-    for e in (0, 1):
-        stack.put(e, parts[e])
-    assert stack.tensors["qdata"][:, :, 0].tolist() == [[0, 1, 0, 1], [10, 11, 10, 11]]
-    assert stack.tensors["scale"].tolist() == [0, 1]
-    assert np.shares_memory(stack.places(1)[0]["qdata"].numpy(), stack.tensors["qdata"].numpy())
+    for some in (slice(0, 1), slice(1, 3)):
+        stack.put(some, [{name: t[some] for name, t in of.items()} for of in parts])
+    rows = [[0, 1, 0, 1], [10, 11, 10, 11], [20, 21, 20, 21]]
+    assert stack.tensors["qdata"][:, :, 0].tolist() == rows
+    assert stack.tensors["scale"].tolist() == [0, 1, 2]
+    place = stack.places(slice(1, 2))[0]["qdata"]
+    assert np.shares_memory(place.numpy(), stack.tensors["qdata"].numpy())
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+def test_pieces_of_files(at_once, count, threads, tmp_path, monkeypatch):
+    """In any order, next to each other, near and far apart, longer than a share, and of two
+    files; also where the system reads into one place at a time, and less than it is asked for.
+    """
+    if not at_once:
+        monkeypatch.setattr(
+            reading,
+            "_read_some",
+            lambda f, begin, places: os.preadv(f.fileno(), [places[0][:999]], begin),
+        )
+    threads(count)
+    data = np.random.default_rng(0).integers(0, 256, (2, 3 * 2**20), np.uint8)
+    pieces = []
+    for i, content in enumerate(data):
+        file = tmp_path / str(i)
+        file.write_bytes(content.tobytes())
+        entry = Entry(f"tensor{i}", file, torch.uint8, content.shape, 0)
+        bounds = [0, 7, 7, 20, 60, 5000, 9000, len(content) - 100, len(content)]
+        spans = [*zip(bounds, bounds[1:], strict=False)]
+        for begin, end in (spans[j] for j in (6, 0, 1, 5, 3, 7)):  # neither 7..20 nor 60..5000
+            pieces.append(Piece(entry, begin, np.zeros(end - begin, np.uint8)))
+    reading.read_pieces(pieces)
+    for entry, begin, place in pieces:
+        assert np.array_equal(place, data[int(entry.name[-1])][begin : begin + len(place)])
+    beyond = Piece(entry, len(content) - 50, np.zeros(51, np.uint8))
+    with pytest.raises(ValueError, match="tensor1 in .* ends early"):
+        reading.read_pieces([*pieces, beyond])
+
+
+def test_words_in_their_order_are_not_copied():
+    """Also where they lie among the rows of another projection."""
+    words = torch.arange(3 * 8 * 4, dtype=torch.int32).view(3, 8, 4)
+    codes = octets(words[:, :5], -1)
+    assert codes.data_ptr() == words.data_ptr() and codes.shape == (3, 5, 16)
+    turned = octets(words[:, :5], 1)
+    assert torch.equal(turned.view(torch.int32), words[:, :5].mT)
