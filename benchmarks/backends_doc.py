@@ -15,6 +15,7 @@ from moe_ops import backends
 from moe_ops.activations import NAMES, Activation
 from moe_ops.ops import relayout
 from moe_ops.ops.backend import Backend
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import plan as plans
 from moe_ops.schemes import SCHEMES
@@ -32,7 +33,9 @@ MACHINES = {
     },
 }
 # sizes that all backends' multiples divide
-LAYER = Problem("experts", 8, 1024, 512, 1024, 2, torch.bfloat16, activation=Activation("silu"))
+LAYER = Problem(
+    "experts", 8, 1024, 512, 1024, 2, torch.bfloat16, options=Options(Activation("silu"))
+)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 QWEN3 = replace(LAYER, num_experts=128, hidden_size=2048, intermediate_size=768, num_rows=1536)
 QWEN3 = replace(QWEN3, top_k=8, scheme="fp8_block")
@@ -77,7 +80,7 @@ def features() -> str:
     plain_and_quantized = [replace(LAYER, scheme=scheme) for scheme in ("", *SCHEMES)]
 
     def some(backend: Backend, **changes: object) -> bool:
-        problems = [replace(problem, **changes) for problem in plain_and_quantized]  # type: ignore[arg-type]
+        problems = [problem.replace(**changes) for problem in plain_and_quantized]
         return any(takes(backend, p, machine) for p in problems for machine in MACHINES.values())
 
     def of(names: tuple[str, ...], change: Callable[[str], dict]) -> Callable:

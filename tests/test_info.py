@@ -142,7 +142,7 @@ def test_facts_and_plans_tell_of_versions_newer_than_tested(monkeypatch):
     assert "flashinfer-python 0.7.2.post1 (newer than 0.6.13, the last tested) " in text
     h200 = Machine("cuda", (9, 0), "an H200", ("flashinfer",))
     problem = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, layout=":up_gate")
-    problem = dataclasses.replace(problem, activation=resolve("silu"))
+    problem = problem.replace(activation=resolve("silu"))
     assert f"  {said}" in str(plans.plan(problem, h200, "flashinfer")).splitlines()
 
 

@@ -57,6 +57,7 @@ from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.meta.symmetric import SymmetricLayout, packed_bytes
 from moe_ops.ops import library
 from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.ops.products import Products
 from moe_ops.schemes import SCHEMES, get_scheme, schemes_of_layer
@@ -340,11 +341,10 @@ def problem_of(call: Call) -> Problem:
         call.dtype,
         call.scheme,
         call.layout,
-        None if linear else activation,
+        Options(None if linear else activation, batch_invariant=call.batch_invariant),
         has_bias=call.bias,
         mapped_experts=2 * E if call.expert_map else 0,
         quantized_input=call.arrives,
-        batch_invariant=call.batch_invariant,
         global_rows=("w13",) if call.global_rows else (),
     )
 
@@ -377,15 +377,8 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
     static = (activation_of := get_scheme(w13_scheme).activation) and activation_of.static
     scale = _empty(dtype=torch.float32) if static else None
     fields: dict[str, Any] = dict.fromkeys(kind.args._fields)
-    fields |= {
-        "scheme": call.scheme,
-        "layout": call.layout,
-        "tiers": "",
-        "activation": activation.name,
-    }
-    fields |= {name: getattr(activation, name) for name in ("alpha", "beta", "limit")}
-    fields |= {"router_weight_on_input": False, "deterministic": True, "chunk_rows": 0}
-    fields["batch_invariant"] = call.batch_invariant
+    fields |= {"scheme": call.scheme, "layout": call.layout}
+    fields["options"] = Options(activation, batch_invariant=call.batch_invariant)
     fields |= {"a13_scale": scale, "a2_scale": scale, "activation_scale": scale}
     of_w13 = _weight(call, w13_scheme, N, K, call.global_rows)
     of_w2 = _weight(call, w2_scheme, K, I)
@@ -459,8 +452,8 @@ def compile_training(
         weights.append(Weight(data, **parts, scheme=call.scheme))
     router = _empty(call.M, top_k, dtype=torch.float32)
     biases = [_empty(E, size, dtype=dtype) if call.bias else None for size in (N, K)]
-    options = (None, activation, call.on_input, True, True)
-    step = ExpertsCall(x, *weights, router, ids, *biases, *options)
+    options = Options(activation, call.on_input, needs_grad=True)
+    step = ExpertsCall(x, *weights, router, ids, *biases, None, options)
 
     def multiply(rows: Tensor, weight: Tensor, _: Tensor, transpose: bool) -> Tensor:
         return rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])

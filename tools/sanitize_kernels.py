@@ -54,7 +54,7 @@ from harness import RESULTS, format_table, machine_facts, relative_error, versio
 from sanitize_steps import run_steps
 
 import moe_ops
-from moe_ops.activations import NO_LIMIT
+from moe_ops.activations import Activation
 from moe_ops.backends.cutlass import library, products
 from moe_ops.backends.cutlass.backend import BACKEND
 from moe_ops.backends.cutlass.grouped import Grouped
@@ -201,7 +201,7 @@ def grouped_products(device: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "products of rows: x w^T and a low rank", out, expected[0] + more
     bias, gate_up = torch.randn(len(rows), I, generator=rng, device=device), torch.zeros_like(out)
     out = out.new_zeros(out.shape[0], I // 2)
-    of = activated("silu", 1.0, 0.0, NO_LIMIT)
+    of = activated(Activation("silu"))
     products.activate_into(out, x, w, ends, of, bias, gate_up, (u, low))
     h = expected[0] + more
     yield "products of rows: gate and up, and a low rank", gate_up, h

@@ -66,5 +66,5 @@ def fused_experts(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> Tensor:
     step.place()
     step.adapt()
     gate_up = step.multiply(step.inputs(), call.w13, step.first, bias=call.w13_bias)
-    hidden = activations.apply(gate_up, call.activation)
+    hidden = activations.apply(gate_up, call.options.activation)
     return step.output(step.rounded(hidden, call.w2))

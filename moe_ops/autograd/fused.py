@@ -63,8 +63,8 @@ class FusedStep(Step):
         self.S, self.top_k = call.topk_ids.numel(), call.topk_ids.shape[1]
         self.E, self.N, self.K = get_scheme(call.w13.scheme).logical_shape(*call.w13.data.shape)
         self.I = get_scheme(call.w2.scheme).logical_shape(*call.w2.data.shape)[2]
-        a = call.activation
-        self.activation = activated(a.name, a.alpha, a.beta, a.limit)
+        a = call.options.activation
+        self.activation = activated(a)
         how = frozen(call.w13.scheme) if call.w13.scheme else None
         self.rounding = None if how is None or how.elements is None else how
         self.device = self.x.get_device()

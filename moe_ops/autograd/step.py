@@ -96,7 +96,7 @@ def of_inference(call: ExpertsCall) -> Tensor:
     those of a batch-invariant inference, at the price of a first product for h beside it.
     """
     with torch.no_grad():
-        return bind.run(call._replace(needs_grad=False), "auto")
+        return bind.run(call._replace(options=call.options._replace(needs_grad=False)), "auto")
 
 
 class Step:
@@ -113,9 +113,9 @@ class Step:
         self.kept = kept_dtype(call)
         self.dtype = self.product_dtype()
         # router weights multiply the rows of the input, or those of the output
-        self.of_input = call.topk_weights if call.router_weight_on_input else None
-        self.of_output = None if call.router_weight_on_input else call.topk_weights
-        self.invariant = call.batch_invariant  # of products on CPUs
+        self.of_input = call.topk_weights if call.options.router_weight_on_input else None
+        self.of_output = None if call.options.router_weight_on_input else call.topk_weights
+        self.invariant = call.options.batch_invariant  # of products on CPUs
         self.known: Tensor | None = None  # rows that w13 multiplies, where h is computed again
         self.first: Adapter | None = None
         self.second: Adapter | None = None
@@ -125,7 +125,7 @@ class Step:
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """out (M, K), h, u and index."""
         index = self.place()
-        if self.call.batch_invariant and self.adapters == UNADAPTED:
+        if self.call.options.batch_invariant and self.adapters == UNADAPTED:
             return of_inference(self.call), self.h_of(self.inputs()), None, index
         self.adapt()
         h, hidden = self.h_and_activated()
@@ -144,8 +144,8 @@ class Step:
         w2_bias, a13, b13, a2 and b2; `h` and `u` are None if they are computed again.
         """
         call = self.call
-        of_output = needs.weights and not call.router_weight_on_input
-        of_input = needs.weights and call.router_weight_on_input
+        of_output = needs.weights and not call.options.router_weight_on_input
+        of_input = needs.weights and call.options.router_weight_on_input
         needs_dh = needs.x or of_input or needs.w13 or needs.b13 or needs.adapter13
         needs_dhidden = needs_dh or of_output
         self.grad = grad
@@ -168,7 +168,7 @@ class Step:
         if needs_dhidden:
             assert dout is not None
             dhidden = self.multiply(dout, call.w2, second, transpose=True)
-        needs_factors = needs.b2 and not call.router_weight_on_input
+        needs_factors = needs.b2 and not call.options.router_weight_on_input
         wanted = needs_dh, needs.w2 or needs.adapter2, of_output, needs_factors
         dh, scaled, dweights, factors = self.derive(h, dhidden, dout, *wanted)
         del dhidden
@@ -344,7 +344,7 @@ class Step:
 
     def activated(self, h: Tensor) -> Tensor:
         """(S, I): the rows that w2 multiplies."""
-        act = self.call.activation
+        act = self.call.options.activation
         if self.invariant:
             hidden = h.new_empty(h.shape[0], h.shape[1] // 2 if act.gated else h.shape[1])
             activations.apply_by_blocks(self.activation_input(h, slice(None)), act, hidden)
@@ -372,7 +372,7 @@ class Step:
         call = self.call
         y = self.multiply(hidden, call.w2, self.second, bias=call.w2_bias)
         weights = torch.ones_like(call.topk_weights) if self.of_output is None else self.of_output
-        ids = call.topk_ids if call.batch_invariant else None
+        ids = call.topk_ids if call.options.batch_invariant else None
         dtype = call.output()[1]
         return permute.combine(y, weights, self.pairs, dtype, ids, call.global_experts)
 
@@ -387,7 +387,7 @@ class Step:
         needs_factors: bool,
     ) -> Derived:
         """Back through the activation and router weights of the output."""
-        call, act = self.call, self.call.activation
+        call, act = self.call, self.call.options.activation
         s = None
         if self.of_output is not None:
             s = self.of_output.to(wide(h)).flatten().index_select(0, self.pairs.order).unsqueeze(1)

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from moe_ops import activations
 from moe_ops.autograd import composition
 from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.autograd.step import Needs, Step, kept_dtype
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
 from moe_ops.ops.call import ExpertsCall, Weight
-from moe_ops.ops.library import TORCH_DEVICES, options_of, register_function, text_of
+from moe_ops.ops.library import TORCH_DEVICES, register_function
+from moe_ops.ops.options import decode, encode
 from moe_ops.planning import training as planning
 from moe_ops.schemes import get_scheme, layer_scheme, schemes_of_layer
 
@@ -57,26 +57,11 @@ _NO_SCALES = (None, None)
 _fused_step = Lazy("moe_ops.autograd.fused:FusedStep")
 
 
-class Options(NamedTuple):
-    """What the operators' `options` say."""
-
-    scheme: str  # `schemes.layer_scheme` of w13 and w2
-    activation: str
-    alpha: float
-    beta: float
-    limit: float
-    router_weight_on_input: bool
-    recompute: bool  # h is computed again in the backward pass
-    batch_invariant: bool = False
-    fp32_out: bool = False  # beside hidden_states of 16 bits
-
-
 class Inputs(NamedTuple):
     """The inputs of the operators."""
 
     call: ExpertsCall
     adapters: Adapters
-    recompute: bool
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -86,19 +71,13 @@ class Inputs(NamedTuple):
 
 def _inputs(values: Sequence[Any]) -> Inputs:
     x, w13, w2, topk_weights, topk_ids, scales, b13, b2, expert_map, text = values[:_OF_EXPERTS]
-    o = options_of(text, Options)
+    scheme, _, options = decode(text)
     slots = len(scales) // 2
     none = [None] * (5 - slots)
-    of_w13, of_w2 = schemes_of_layer(o.scheme)
+    of_w13, of_w2 = schemes_of_layer(scheme)
     first = Weight._make((w13, *scales[:slots], *none, of_w13, ""))
     second = Weight._make((w2, *scales[slots:], *none, of_w2, ""))
-    activation = activations.from_op(o.activation, o.alpha, o.beta, o.limit)
-    call = ExpertsCall(
-        *(x, first, second, topk_weights, topk_ids, b13, b2, expert_map, activation),
-        *(o.router_weight_on_input, True, True),
-        out_dtype=torch.float32 if o.fp32_out else None,
-        batch_invariant=o.batch_invariant,
-    )
+    call = ExpertsCall(x, first, second, topk_weights, topk_ids, b13, b2, expert_map, options)
     adapters = UNADAPTED
     if len(values) > _OF_EXPERTS:
         a13, lora_b13, a2, lora_b2, scale13, scale2 = values[_OF_EXPERTS:]
@@ -106,7 +85,7 @@ def _inputs(values: Sequence[Any]) -> Inputs:
             None if a13 is None else LowRank(a13, lora_b13, scale13),
             None if a2 is None else LowRank(a2, lora_b2, scale2),
         )
-    return Inputs(call, adapters, o.recompute)
+    return Inputs(call, adapters)
 
 
 _warned = False
@@ -135,7 +114,7 @@ def warn_of_plain_torch(
 
 def _step(inputs: Inputs, warn: bool) -> Step:
     """A pass by what the plan of the call says."""
-    call, adapters, _ = inputs
+    call, adapters = inputs
     reason, products = planning.plan(call, inputs.matrices)
     if reason is None:
         return _fused_step(call, adapters, products)
@@ -154,7 +133,7 @@ def _forward(*values: Any) -> tuple[Tensor, ...]:
     inputs = _inputs(values)
 
     def kept(t: Tensor) -> Tensor:
-        return (t[:0].clone() if inputs.recompute else t).to(step.kept)
+        return (t[:0].clone() if inputs.call.options.recompute else t).to(step.kept)
 
     with torch.cuda.device_of(values[0]):  # kernels are launched on the current device
         step = _step(inputs, warn=True)
@@ -166,11 +145,11 @@ def _forward(*values: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
-    call, (first, _), recompute = _inputs(values)
+    call, (first, _) = _inputs(values)
     E, N, _ = get_scheme(call.w13.scheme).logical_shape(*call.w13.data.shape)
     x = call.hidden_states
     S = x.shape[0] * call.topk_ids.shape[1]
-    h = x.new_empty((0 if recompute else S, N), dtype=kept_dtype(call))
+    h = x.new_empty((0 if call.options.recompute else S, N), dtype=kept_dtype(call))
     out = x.new_empty(x.shape, dtype=call.output()[1])
     index = call.topk_ids.new_empty((E + S,), dtype=torch.int32)
     if len(values) == _OF_EXPERTS:
@@ -186,8 +165,8 @@ def _backward(grad: Tensor, h: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *u, index = rest[: 1 if len(rest[-1]) == len(_GRADIENTS) else 2]
     *values, needs = rest[len(u) + 1 :]
     inputs = _inputs(values)
-    known = None if inputs.recompute else h
-    known_u = u[0] if u and not inputs.recompute else None
+    known = None if inputs.call.options.recompute else h
+    known_u = u[0] if u and not inputs.call.options.recompute else None
     asked = Needs._make((*needs[:6], any(needs[6:8]), any(needs[8:])))
     with torch.cuda.device_of(values[0]):
         step = _step(inputs, warn=False)
@@ -211,7 +190,7 @@ def _backward_fake(grad: Tensor, h: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 def _layer(values: Sequence[Any]) -> Tensor:
     """The first output as a graph of torch operators, for derivatives of gradients."""
-    call, adapters, _ = _inputs(values)
+    call, adapters = _inputs(values)
     return composition.fused_experts(call, adapters)
 
 
@@ -341,13 +320,8 @@ def fused_experts(call: ExpertsCall, recompute: bool, adapters: Adapters | None 
 
 def op_values(call: ExpertsCall, recompute: bool) -> tuple:
     """The inputs that both forward operators have."""
-    a = call.activation
-    # constants, also where dynamic=True makes symbols of them
-    numbers = [float(guard_scalar(x)) for x in (a.alpha, a.beta, a.limit)]
     scheme = layer_scheme(call.w13.scheme, call.w2.scheme)
-    values = (scheme, a.name, *numbers, call.router_weight_on_input, recompute)
-    fp32_out = call.output()[1] != call.hidden_states.dtype
-    values += (True, fp32_out) if call.batch_invariant else ()  # the last ones may be left out
-    inputs = [*call.op_values(text_of(Options._fields[: len(values)], values))]
+    options = call.options._replace(recompute=recompute, max_workspace_bytes=None)
+    inputs = [*call.op_values(encode(scheme, "", options))]
     inputs[_SCALES] = inputs[_SCALES] or _NO_SCALES
     return tuple(inputs)

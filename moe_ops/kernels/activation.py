@@ -23,9 +23,8 @@ class Activated(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def activated(name: str, alpha: float, beta: float, limit: float) -> Activated:
-    """The Activated of an op's options."""
-    activation = Activation(name)
-    function = name.removesuffix("_no_mul").removesuffix("_uninterleave")
-    gated, interleaved = activation.gated, activation.interleaved
-    return Activated(alpha, beta, limit, function, gated, interleaved, limit < NO_LIMIT)
+def activated(of: Activation) -> Activated:
+    """The Activated of an activation."""
+    function = of.name.removesuffix("_no_mul").removesuffix("_uninterleave")
+    has_limit = of.limit < NO_LIMIT
+    return Activated(of.alpha, of.beta, of.limit, function, of.gated, of.interleaved, has_limit)

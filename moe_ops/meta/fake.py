@@ -88,7 +88,7 @@ def rows_experts(a: Any) -> None:
     before anything is launched. With an exchange hidden_states may be those of this rank, of which
     whoever opens it has the number.
     """
-    rows = (a.topk_ids if a.exchange else a.hidden_states).shape[0]
+    rows = (a.topk_ids if a.options.exchange else a.hidden_states).shape[0]
     if a.hidden_states_scale is not None:
         _rows_of_scale("hidden_states", a.hidden_states, a.hidden_states_scale)
     ids, weights = a.topk_ids.shape[0], a.topk_weights.shape[0]
@@ -170,13 +170,13 @@ def check_experts(a: Any, bits: Bits) -> None:
     x, ids, weights = a.hidden_states, a.topk_ids, a.topk_weights
     _check(x.ndim == 2 and a.out.ndim == 2, "hidden_states and out must be 2-D")
     _check(ids.ndim == 2 and weights.ndim == 2, "topk_ids and topk_weights must be 2-D")
-    rows = (ids if a.exchange else x).shape[0]  # as in rows_experts
+    rows = (ids if a.options.exchange else x).shape[0]  # as in rows_experts
     _check_rows(ids.shape[0], rows, "topk_ids must have one row per row of hidden_states")
     _check_rows(weights.shape[0], rows, "topk_weights must have one row per row of hidden_states")
     _check_rows(a.out.shape[0], rows, "out must have one row per row of hidden_states")
     _check(ids.shape[1] == weights.shape[1], "topk_ids and topk_weights must have equal top_k")
     scale = a.hidden_states_scale
-    K = _check_input("hidden_states", x, scale, a.out, bits.x, a.batch_invariant)
+    K = _check_input("hidden_states", x, scale, a.out, bits.x, a.options.batch_invariant)
     _check(a.out.shape[1] == K, "out must have hidden_states' width")
     _check(ids.dtype in _IDS, "topk_ids must be int32 or int64")
     _check(weights.dtype.is_floating_point, "topk_weights must be floating point")

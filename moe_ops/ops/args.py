@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.meta.blocks import num_blocks
+from moe_ops.ops.options import Options
 from moe_ops.schemes import schemes_of_layer
 
 Scale = Annotated[Tensor | None, "scale"]
@@ -42,16 +43,7 @@ class ExpertsArgs(NamedTuple):
     expert_map: Tensor | None  # (global E,) integer: global id -> local id or -1
     scheme: str  # `schemes.layer_scheme` of w13 and w2
     layout: str
-    activation: str
-    alpha: float
-    beta: float
-    limit: float
-    router_weight_on_input: bool
-    deterministic: bool
-    tiers: str = ""  # "max_M:backend,...,*:backend" for `auto`, else ""
-    chunk_rows: int = 0  # tokens that the workspaces have room for (ops/chunks.py); 0: for all
-    batch_invariant: bool = False  # a token's row has the same bits in every batch
-    exchange: str = ""  # adds up the outputs of all ranks (ops/exchange.py)
+    options: Options
 
     @property
     def w13_scheme(self) -> str:
@@ -76,7 +68,7 @@ class ExpertsArgs(NamedTuple):
     @property
     def num_blocks(self) -> int:
         """Of experts, each of which is summed alone (meta/blocks.py)."""
-        return num_blocks(self.global_experts) if self.batch_invariant else 1
+        return num_blocks(self.global_experts) if self.options.batch_invariant else 1
 
 
 class BatchedExpertsArgs(NamedTuple):
@@ -106,13 +98,7 @@ class BatchedExpertsArgs(NamedTuple):
     w2_bias: Tensor | None
     scheme: str
     layout: str
-    activation: str
-    alpha: float
-    beta: float
-    limit: float
-    tiers: str = ""
-    chunk_rows: int = 0  # rows E * T that the workspaces have room for; 0: for all
-    batch_invariant: bool = False
+    options: Options  # chunk_rows are rows E * T
 
     @property
     def w13_scheme(self) -> str:
@@ -144,5 +130,4 @@ class GroupedLinearArgs(NamedTuple):
     bias: Tensor | None  # (E, N)
     scheme: str
     layout: str
-    tiers: str = ""
-    batch_invariant: bool = False
+    options: Options

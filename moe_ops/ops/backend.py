@@ -90,8 +90,8 @@ class Takes:
     # whether `supports` is asked about layers whose w13 and w2 have different schemes; else they
     # are refused
     two_schemes: bool = False
-    # its launchers run calls of more than `chunk_rows` rows in chunks (ops/chunks.py); only then
-    # are its workspaces bounded
+    # its launchers run calls of more than `Options.chunk_rows` rows in chunks (ops/chunks.py);
+    # only then are its workspaces bounded
     chunked: bool = False
     # reasons why a token's row may depend on its batch under `Options.batch_invariant`, or differ
     # from that of another backend that takes the problem; empty: never

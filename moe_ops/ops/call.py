@@ -2,7 +2,7 @@
 
 `key()` has all facts of a call that its plan depends on, which is everything but the number of
 tokens M. It is made of attributes as they come: eager calls look their plans up by it, unless
-their `options()` and what guards `tensors()` are those of a call before. Sizes may be symbols
+what is `static()` and what guards `tensors()` are those of a call before. Sizes may be symbols
 where a call is traced.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from moe_ops import environment
-from moe_ops.activations import Activation
 from moe_ops.ops import memory
 from moe_ops.ops.library import part
+from moe_ops.ops.options import Options
 
 # of an ExpertTensor, as `Weight` orders them
 _TENSORS = ("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
@@ -125,23 +125,24 @@ def _scales_value(
 
 
 def _key(
-    options: tuple,
+    kind: str,
+    options: Options,
     rows: Sequence[Tensor],
     weights: Sequence[Weight],
     others: Sequence[Tensor | None],
 ) -> tuple:
-    """`options` and the facts of tensors: of `rows`, which must be 2-D, all but their first size,
-    of the others all.
+    """What is no tensor, and the facts of tensors: of `rows`, which must be 2-D, all but their
+    first size, of the others all.
 
     The second entry of a shape costs half of a slice of it. There is none where a tensor has too
     few dimensions: IndexError.
     """
-    key = [*options]
+    key: list = [kind, options]
     for t in rows:
         key += (type(t), t.ndim, t.shape[1], t.dtype, t.device)
-    for data, scale, zero, global_, channel, static, *_ in weights:
+    for data, scale, zero, global_, channel, static, scheme, layout in weights:
         in_order = data.is_contiguous() or (stored_transposed(data) and "transposed")
-        key += (type(data), data.shape, data.dtype, data.device, in_order)
+        key += (scheme, layout, type(data), data.shape, data.dtype, data.device, in_order)
         if scale is not None:
             key += (scale.shape, scale.device, scale.is_contiguous())
             key += (None,) if static is None else (static.device, static.shape)
@@ -183,16 +184,9 @@ class ExpertsCall(NamedTuple):
     w13_bias: Tensor | None
     w2_bias: Tensor | None
     expert_map: Tensor | None
-    activation: Activation
-    router_weight_on_input: bool
-    deterministic: bool
-    needs_grad: bool
-    max_workspace_bytes: int | None = None
-    out_dtype: torch.dtype | None = None
+    options: Options
     hidden_states_scale: Tensor | None = None
     hidden_states_global_scale: Tensor | None = None
-    batch_invariant: bool = False
-    exchange: str = ""
 
     @property
     def global_experts(self) -> int:
@@ -203,20 +197,20 @@ class ExpertsCall(NamedTuple):
         """All facts but M. Raises IndexError for tensors of too few dimensions, which validation
         refuses.
         """
-        x, w13, w2, weights, ids = self[:5]
-        key = self.options() + _input_key(self[14], self[15])
-        return _key(key, (x, weights, ids), (w13, w2), self[5:8])
+        rows, weights = (self.hidden_states, self.topk_weights, self.topk_ids), (self.w13, self.w2)
+        others = (self.w13_bias, self.w2_bias, self.expert_map)
+        key = _key("experts", self.options, rows, weights, others)
+        return key + _input_key(self.hidden_states_scale, self.hidden_states_global_scale)
 
-    def options(self) -> tuple:
+    def static(self) -> tuple:
         """All that is no tensor."""
-        act = self[8]  # its fields: hashing the dataclass is slow
-        of_act = (act.name, act.alpha, act.beta, act.limit)
-        return ("experts", *of_act, *self[9:14], *self[16:], *self[1][6:], *self[2][6:])
+        w13, w2 = self.w13, self.w2
+        return ("experts", self.options, w13.scheme, w13.layout, w2.scheme, w2.layout)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors, or None, in the order of ExpertsArgs."""
-        x, w13, w2, weights, ids, b13, b2, expert_map = self[:8]
-        scales = (*w13[1:6], *w2[1:6], *self[14:16])
+        x, w13, w2, weights, ids, b13, b2, expert_map, _, *of_input = self
+        scales = (*w13[1:6], *w2[1:6], *of_input)
         return (x, w13[0], w2[0], weights, ids, *scales, b13, b2, expert_map)
 
     def rows(self) -> tuple[int, tuple[int, ...]]:
@@ -227,18 +221,18 @@ class ExpertsCall(NamedTuple):
         """Shape and dtype of the result."""
         x, M = self.hidden_states, self.num_tokens
         if self.hidden_states_scale is None:
-            return (M, x.shape[1]), self.out_dtype or x.dtype
-        return (M, self.w2.data.shape[1]), self.out_dtype or _DEFAULT_OUT
+            return (M, x.shape[1]), self.options.out_dtype or x.dtype
+        return (M, self.w2.data.shape[1]), self.options.out_dtype or _DEFAULT_OUT
 
     @property
     def num_tokens(self) -> int:
         """M: of all ranks in calls with an exchange, in which this one may have only its own."""
-        return (self.topk_ids if self.exchange else self.hidden_states).shape[0]
+        return (self.topk_ids if self.options.exchange else self.hidden_states).shape[0]
 
     def op_values(self, options: str) -> tuple:
         """The op's arguments behind the buffers it writes."""
-        x, w13, w2, weights, ids, b13, b2, expert_map = self[:8]
-        scales = _scales_value((w13, w2), self[14], self[15])
+        x, w13, w2, weights, ids, b13, b2, expert_map, _, *of_input = self
+        scales = _scales_value((w13, w2), *of_input)
         return (x, w13.data, w2.data, weights, ids, scales, b13, b2, expert_map, options)
 
 
@@ -251,13 +245,9 @@ class BatchedCall(NamedTuple):
     expert_num_tokens: Tensor
     w13_bias: Tensor | None
     w2_bias: Tensor | None
-    activation: Activation
-    needs_grad: bool
-    max_workspace_bytes: int | None = None
-    out_dtype: torch.dtype | None = None
+    options: Options
     hidden_states_scale: Tensor | None = None
     hidden_states_global_scale: Tensor | None = None
-    batch_invariant: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -266,21 +256,21 @@ class BatchedCall(NamedTuple):
 
     def key(self) -> tuple:
         """All facts but T. Raises IndexError as that of `ExpertsCall`."""
-        x = self.hidden_states
-        key = self.options() + _input_key(self[10], self[11])
+        x, weights = self.hidden_states, (self.w13, self.w2)
+        others = (self.expert_num_tokens, self.w13_bias, self.w2_bias)
+        key = _key("batched_experts", self.options, (), weights, others)
         key += (type(x), x.ndim, x.shape[0], x.shape[2], x.dtype, x.device)
-        return _key(key, (), self[1:3], self[3:6])
+        return key + _input_key(self.hidden_states_scale, self.hidden_states_global_scale)
 
-    def options(self) -> tuple:
+    def static(self) -> tuple:
         """All that is no tensor."""
-        act = self.activation
-        of_act = (act.name, act.alpha, act.beta, act.limit)
-        return ("batched_experts", *of_act, *self[7:10], self[12], *self[1][6:], *self[2][6:])
+        w13, w2 = self.w13, self.w2
+        return ("batched_experts", self.options, w13.scheme, w13.layout, w2.scheme, w2.layout)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors, or None, in the order of BatchedExpertsArgs."""
-        x, w13, w2, counts, b13, b2 = self[:6]
-        return (x, w13[0], w2[0], counts, *w13[1:6], *w2[1:6], *self[10:12], b13, b2)
+        x, w13, w2, counts, b13, b2, _, *of_input = self
+        return (x, w13[0], w2[0], counts, *w13[1:6], *w2[1:6], *of_input, b13, b2)
 
     def rows(self) -> tuple[int, tuple[int, ...]]:
         """The dimension of T, and which of `tensors()` have it."""
@@ -291,12 +281,12 @@ class BatchedCall(NamedTuple):
         x = self.hidden_states
         if self.hidden_states_scale is None:
             return tuple(x.shape), x.dtype
-        return (*x.shape[:2], self.w2.data.shape[1]), self.out_dtype or _DEFAULT_OUT
+        return (*x.shape[:2], self.w2.data.shape[1]), self.options.out_dtype or _DEFAULT_OUT
 
     def op_values(self, options: str) -> tuple:
         """The op's arguments behind the buffers it writes."""
-        x, w13, w2, counts, b13, b2 = self[:6]
-        scales = _scales_value((w13, w2), self[10], self[11])
+        x, w13, w2, counts, b13, b2, _, *of_input = self
+        scales = _scales_value((w13, w2), *of_input)
         return (x, w13.data, w2.data, counts, scales, b13, b2, options)
 
 
@@ -307,11 +297,9 @@ class LinearCall(NamedTuple):
     weight: Weight
     offsets: Tensor
     bias: Tensor | None
-    needs_grad: bool
-    out_dtype: torch.dtype | None = None
+    options: Options
     x_scale: Tensor | None = None
     x_global_scale: Tensor | None = None
-    batch_invariant: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -320,17 +308,18 @@ class LinearCall(NamedTuple):
 
     def key(self) -> tuple:
         """All facts but S. Raises IndexError as that of `ExpertsCall`."""
-        key = self.options() + _input_key(self[6], self[7])
-        return _key(key, self[:1], self[1:2], self[2:4])
+        rows, others = (self.hidden_states,), (self.offsets, self.bias)
+        key = _key("grouped_linear", self.options, rows, (self.weight,), others)
+        return key + _input_key(self.x_scale, self.x_global_scale)
 
-    def options(self) -> tuple:
+    def static(self) -> tuple:
         """All that is no tensor."""
-        return ("grouped_linear", *self[4:6], self[8], *self[1][6:])
+        return ("grouped_linear", self.options, self.weight.scheme, self.weight.layout)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors, or None, in the order of GroupedLinearArgs."""
-        x, weight, offsets, bias = self[:4]
-        return (x, weight[0], offsets, *weight[1:6], *self[6:8], bias)
+        x, weight, offsets, bias, _, *of_input = self
+        return (x, weight[0], offsets, *weight[1:6], *of_input, bias)
 
     def rows(self) -> tuple[int, tuple[int, ...]]:
         """The dimension of S, and which of `tensors()` have it."""
@@ -339,13 +328,13 @@ class LinearCall(NamedTuple):
     def output(self) -> tuple[tuple, torch.dtype]:
         """Shape and dtype of the result."""
         x = self.hidden_states
-        dtype = x.dtype if self.x_scale is None else self.out_dtype or _DEFAULT_OUT
+        dtype = x.dtype if self.x_scale is None else self.options.out_dtype or _DEFAULT_OUT
         return (x.shape[0], self.weight.data.shape[1]), dtype
 
     def op_values(self, options: str) -> tuple:
         """The op's arguments behind the buffers it writes."""
-        x, weight, offsets, bias = self[:4]
-        scales = _scales_value((weight,), self[6], self[7])
+        x, weight, offsets, bias, _, *of_input = self
+        scales = _scales_value((weight,), *of_input)
         return (x, weight.data, offsets, scales, bias, options)
 
 

@@ -21,7 +21,7 @@ _OF_TOKENS = ("out", "hidden_states", "topk_weights", "topk_ids")  # (M, ..)
 
 def chunks(a: ExpertsArgs) -> list[ExpertsArgs]:
     """The arguments of each chunk of at most `chunk_rows` tokens, about equally many each."""
-    M, rows = a.hidden_states.shape[0], a.chunk_rows
+    M, rows = a.hidden_states.shape[0], a.options.chunk_rows
     if not 0 < rows < M:
         return [a]
     step = min(rows, round_up(cdiv(M, cdiv(M, rows)), ALIGNMENT))
@@ -44,7 +44,7 @@ def experts_of_chunk(E: int, T: int, chunk_rows: int) -> int:
 def batched_chunks(a: BatchedExpertsArgs) -> list[BatchedExpertsArgs]:
     """The arguments of each chunk of experts, about equally many each."""
     E, T = a.hidden_states.shape[:2]
-    most = experts_of_chunk(E, T, a.chunk_rows) if a.chunk_rows else E
+    most = experts_of_chunk(E, T, a.options.chunk_rows) if a.options.chunk_rows else E
     if most == E:
         return [a]
     step = cdiv(E, cdiv(E, most))

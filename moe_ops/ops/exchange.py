@@ -1,5 +1,5 @@
 """How the ranks of a group send tokens to the operator that runs their experts, and add up what
-it returns, inside of it: `ExpertsArgs.exchange` names it, and `parallel` opens what it names.
+it returns, inside of it: `Options.exchange` names it, and `parallel` opens what it names.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ def opened(args: ExpertsArgs) -> Opened:
             more than T of this one.
         RuntimeError: dispatchers were not loaded, in a process that runs an exported program.
     """
+    name = args.options.exchange
     if _open is None:
         raise RuntimeError(
-            f"exchange {args.exchange!r} needs moe_ops.parallel.symmetric_memory: import it first"
+            f"exchange {name!r} needs moe_ops.parallel.symmetric_memory: import it first"
         )
-    return _open(args.exchange, args.out, args.hidden_states.shape[0])
+    return _open(name, args.out, args.hidden_states.shape[0])
 
 
 def has_own_rows(args: ExpertsArgs) -> bool:
     """Whether hidden_states are this rank's tokens, which are still to be sent."""
-    return bool(args.exchange) and args.hidden_states.shape[0] != args.topk_ids.shape[0]
+    return bool(args.options.exchange) and args.hidden_states.shape[0] != args.topk_ids.shape[0]
 
 
 def sends_quantized(exchange: str) -> bool:
@@ -90,7 +91,7 @@ def gathered(args: ExpertsArgs) -> ExpertsArgs:
             "hidden_states must have the rows of all ranks where they arrive quantized, got "
             f"{x.shape[0]} rows: send them by the dispatcher's dispatch_quantized"
         )
-    if sends_quantized(args.exchange):
+    if sends_quantized(args.options.exchange):
         x, scale = exchange.gather_quantized(x, args.w13_scheme)
         return args._replace(hidden_states=x, hidden_states_scale=scale)
     return args._replace(hidden_states=exchange.gather(x))
@@ -103,24 +104,24 @@ def over_ranks(launch: Callable[[ExpertsArgs], None], does: Exchanges) -> Callab
     sends, adds = bool(does.sends_rows), does.adds_ranks
 
     def run(args: ExpertsArgs) -> None:
-        if not args.exchange:
+        if not args.options.exchange:
             return launch(args)
         # Plans of such calls take it that a backend without `sends_rows` gets quantized rows, and
         # size its workspaces so.
-        if sends_quantized(args.exchange) and not has_own_rows(args):
+        if sends_quantized(args.options.exchange) and not has_own_rows(args):
             raise ValueError(
                 "hidden_states must be this rank's tokens alone with an exchange that quantizes "
                 f"them, got {args.hidden_states.shape[0]} rows, as many as topk_ids has: call "
                 "`dispatch_routing` in a group of several ranks, or pass the dispatcher's "
                 "`exchange`"
             )
-        whole = not 0 < args.chunk_rows < args.topk_ids.shape[0]
+        whole = not 0 < args.options.chunk_rows < args.topk_ids.shape[0]
         if not (sends and whole and args.hidden_states_scale is None):
             args = gathered(args)
         if adds and whole:
             return launch(args)
         exchange = opened(args)
-        launch(args._replace(exchange=""))
+        launch(args._replace(options=args.options._replace(exchange="")))
         exchange.add()
 
     return run

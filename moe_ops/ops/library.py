@@ -11,7 +11,6 @@ and fields that are no tensors as one `str options`, a Python dict as it prints.
 
 from __future__ import annotations
 
-import ast
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from moe_ops.ops import memory, transforms
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, Scale
 from moe_ops.ops.backend import Backend, Operator
 from moe_ops.ops.exchange import over_ranks
+from moe_ops.ops.options import decode
 from moe_ops.ops.relayout import RELAYOUTS
 from moe_ops.schemes import get_scheme, schemes_of_layer
 
@@ -47,6 +47,7 @@ _WRITTEN = ("out", "workspace13", "workspace2", "index_workspace")
 _SLOTS = ("scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
 # and behind those of all weights, those of an input that arrives quantized
 _INPUT_SLOTS = ("scale", "global_scale")
+_INPUT_ARRIVES_UNQUANTIZED = (None,) * len(_INPUT_SLOTS)
 
 
 def schema(args: Any) -> str:
@@ -79,43 +80,24 @@ class Kind:
         self.check_rows, self.check_sizes, self.flops = check_rows, check_sizes, flops
         hints = list(get_type_hints(args, include_extras=True).items())
         scales = [i for i, (_, hint) in enumerate(hints) if hint == Scale]
-        self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
         # w13 and w2 have their slots one after the other, five each; two of the input follow
-        self.weights = 2 if "w2" in args._fields else 1
-        self.weight_scales = len(scales) - len(_INPUT_SLOTS)
-        self.options = tuple([name for name, hint in hints if hint in (str, float, bool, int)])
-        self.floats = tuple([name for name, hint in hints if hint is float])
-        self.defaults = tuple(args._field_defaults.items())
+        self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
 
     def unpack(self, values: Sequence[Any]) -> Any:
         """The argument tuple of an op's arguments."""
         first = self.first_scale
         scales = values[first] or self.no_scales
-        if len(scales) != len(self.no_scales):
-            scales = self._fill(scales)
-        options = _parse_options(values[-1], self.options, self.floats, self.defaults)
-        return self.args._make((*values[:first], *scales, *values[first + 1 : -1], *options))
-
-    def _fill(self, scales: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """All scales of a list without those of the input, which are left out where it arrives
-        unquantized. A program that was exported when a weight had fewer slots has what each weight
-        had: None is in the slots that were added behind.
-        """
-        not_quantized = (None,) * len(_INPUT_SLOTS)
-        if len(scales) == self.weight_scales:
-            return [*scales, *not_quantized]
-        slots = self.weight_scales // self.weights
-        each, rest = divmod(len(scales), self.weights)
-        if rest or each > slots:
-            raise ValueError(
-                f"scales must hold the same number of slots for each of {self.weights} weights, "
-                f"at most {slots}, and the {len(_INPUT_SLOTS)} of the input or none; got "
-                f"{len(scales)} in all"
-            )
-        filled: list[Tensor | None] = []
-        for start in range(0, len(scales), each):
-            filled += [*scales[start : start + each], *[None] * (slots - each)]
-        return [*filled, *not_quantized]
+        missing = len(self.no_scales) - len(scales)
+        if missing:
+            if missing != len(_INPUT_SLOTS):
+                raise ValueError(
+                    f"scales must hold {len(self.no_scales)} slots, or none of the input's "
+                    f"{len(_INPUT_SLOTS)}, got {len(scales)} in all"
+                )
+            scales = (*scales, *_INPUT_ARRIVES_UNQUANTIZED)
+        return self.args._make(
+            (*values[:first], *scales, *values[first + 1 : -1], *decode(values[-1]))
+        )
 
 
 KINDS = {
@@ -150,54 +132,6 @@ class _Bits(dict[str, fake.Bits]):
 
 
 _BITS = _Bits()
-
-
-_OPTIONS = {name: kind.options for name, kind in KINDS.items()}  # for traced code
-
-
-def options_text(kind: str, values: Sequence[Any]) -> str:
-    """The `options` argument of an op: values of the fields that are no tensors, in order; the
-    last ones may be left out where they have their defaults.
-    """
-    return text_of(_OPTIONS[kind][: len(values)], values)
-
-
-def text_of(names: Sequence[str], values: Sequence[Any]) -> str:
-    """Options as ops carry them."""
-    return "{" + ", ".join([f"'{n}': {v!r}" for n, v in zip(names, values, strict=True)]) + "}"
-
-
-def options_of(text: str, fields: Any) -> Any:
-    """An instance of a NamedTuple of options, from their text."""
-    return fields._make(_parse_options(text, fields._fields, *_floats_and_defaults(fields)))
-
-
-@functools.cache
-def _floats_and_defaults(fields: Any) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
-    floats = [name for name, hint in get_type_hints(fields).items() if hint is float]
-    return tuple(floats), tuple(fields._field_defaults.items())
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse_options(
-    text: str,
-    names: tuple[str, ...],
-    floats: tuple[str, ...],
-    defaults: tuple[tuple[str, Any], ...],
-) -> tuple:
-    """The options in the order of `names`, those in `floats` as floats; those with a default may
-    be missing.
-    """
-    try:
-        given = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        given = None
-    options = dict(defaults) | given if isinstance(given, dict) else {}
-    if set(options) != set(names):
-        raise ValueError(f"options must be a dict of {', '.join(names)}; got {text}")
-    # Kernels are compiled for a whole number as for a constant: 1 and 1.702 would not be told
-    # apart.
-    return tuple([float(options[n]) if n in floats else options[n] for n in names])
 
 
 def register(backend: Backend) -> Backend:
@@ -328,7 +262,7 @@ def in_memory(function: Callable, op_name: str) -> Callable:
             if names[i] == "scales":
                 scales = given[i] or ()
                 given[i] = [
-                    _materialized(_name_of_scale(op_name, k, len(scales)), scale)
+                    _materialized(_name_of_scale(op_name, k), scale)
                     for k, scale in enumerate(scales)
                 ]
             else:
@@ -347,14 +281,14 @@ def _materialized(name: str, tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else memory.materialized(name, tensor)
 
 
-def _name_of_scale(op_name: str, index: int, count: int) -> str:
+def _name_of_scale(op_name: str, index: int) -> str:
     """What an error calls an entry of `scales`."""
     linear = op_name.endswith("grouped_linear")
     weights = ("weight",) if linear else ("w13", "w2")
     all_slots = len(_SLOTS) * len(weights)
     if index >= all_slots:
         return f"{'x' if linear else 'hidden_states'}_{_INPUT_SLOTS[index - all_slots]}"
-    weight, slot = divmod(index, min(count, all_slots) // len(weights))
+    weight, slot = divmod(index, len(_SLOTS))
     return f"{weights[weight]}'s {_SLOTS[slot]}"
 
 

@@ -8,13 +8,13 @@ pairs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from moe_ops.activations import Activation
 from moe_ops.environment import TRITON
+from moe_ops.ops.options import Options
 from moe_ops.schemes import schemes_of_layer
 
 
@@ -32,20 +32,19 @@ class Problem:
     # quantization scheme of the weights, "" for plain ones; `schemes.layer_scheme` of w13 and w2
     scheme: str = ""
     layout: str = ""  # prepared layout of the weights, "" for the natural one
-    activation: Activation | None = None  # None for grouped_linear
+    options: Options = Options()
     has_bias: bool = False
     mapped_experts: int = 0  # experts that ids name, through an expert_map; 0: there is none
-    router_weight_on_input: bool = False
-    deterministic: bool = True
-    needs_grad: bool = False
     contiguous_weights: bool = True
     transposed_weights: bool = False  # plain ones, of which one is stored transposed, or both
-    max_workspace_bytes: int | None = None  # None: the machine's default
     # hidden_states arrive quantized, as the scheme quantizes them, or travel so to other ranks
     quantized_input: bool = False
-    batch_invariant: bool = False  # a token's row has the same bits in every batch
     global_rows: tuple[str, ...] = ()  # weights of which each row has a global scale: "w13", "w2"
-    exchange: str = ""  # which adds up the outputs of all ranks (ops/exchange.py)
+
+    def replace(self, **changes: Any) -> Problem:
+        """The same with other facts, or other options."""
+        flags = {name: changes.pop(name) for name in Options._fields if name in changes}
+        return replace(self, **changes, options=self.options._replace(**flags))
 
     @property
     def schemes(self) -> tuple[str, str]:

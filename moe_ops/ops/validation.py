@@ -27,6 +27,7 @@ from moe_ops.meta.scales import (
 )
 from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, Weight
 from moe_ops.ops.exchange import sends_quantized
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme, layer_scheme
 
@@ -41,7 +42,7 @@ def problem_of(call: Call) -> Problem:
         ValueError: it names the argument and the remedy.
     """
     _check_layouts(call)
-    if call.batch_invariant:
+    if call.options.batch_invariant:
         _refuse_shared_scales(call)
     if isinstance(call, ExpertsCall):
         return _experts_problem(call)
@@ -92,32 +93,32 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _experts_problem(call: ExpertsCall) -> Problem:
-    x, expert_map = call.hidden_states, call.expert_map
+    x, expert_map, options = call.hidden_states, call.expert_map, call.options
     check_rank("hidden_states", x, "(M, K)")
     check_rank("topk_weights", call.topk_weights, "(M, top_k)")
     check_rank("topk_ids", call.topk_ids, "(M, top_k)")
     dtype, width = _check_input(
         *("hidden_states", x, call.hidden_states_scale, call.hidden_states_global_scale),
-        *(call.out_dtype, call.w13.scheme, call.needs_grad, call.batch_invariant),
+        *(options, call.w13.scheme, options.batch_invariant),
     )
-    if not isinstance(call.exchange, str):
-        raise ValueError(f"exchange must be a string, got {type(call.exchange).__name__}")
-    if call.exchange and (call.needs_grad or call.batch_invariant):
-        which = "that record gradients" if call.needs_grad else "with batch_invariant"
+    if not isinstance(options.exchange, str):
+        raise ValueError(f"exchange must be a string, got {type(options.exchange).__name__}")
+    if options.exchange and (options.needs_grad or options.batch_invariant):
+        which = "that record gradients" if options.needs_grad else "with batch_invariant"
         raise ValueError(
-            f"exchange must be left out of calls {which}, got {call.exchange!r}; add outputs up "
-            "by the dispatcher's combine or combine_by_tree"
+            f"exchange must be left out of calls {which}, got {options.exchange!r}; add outputs "
+            "up by the dispatcher's combine or combine_by_tree"
         )
-    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation, dtype)  # noqa: E741
-    quantizes = sends_quantized(call.exchange)
+    E, N, K, I = _check_weights(call.w13, call.w2, x, width, options.activation, dtype)  # noqa: E741
+    quantizes = sends_quantized(options.exchange)
     scheme = layer_scheme(call.w13.scheme, call.w2.scheme)
-    fits = scheme == "fp8_block" and K % 128 == 0 and not call.router_weight_on_input
+    fits = scheme == "fp8_block" and K % 128 == 0 and not options.router_weight_on_input
     if quantizes and not fits:
         raise ValueError(
             "exchange must leave tokens as they are, as the dispatcher's `exchange` does, with "
             f"scheme {scheme!r}, K={K} and router_weight_on_input="
-            f"{call.router_weight_on_input}: those that travel quantized are for fp8_block, K a "
-            "multiple of 128 and router weights on the output"
+            f"{options.router_weight_on_input}: those that travel quantized are for fp8_block, K "
+            "a multiple of 128 and router weights on the output"
         )
     top_k = static_size(call.topk_ids.shape[1])
     check_ids("topk_ids", call.topk_ids, call.topk_weights)
@@ -131,7 +132,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         )
     if top_k == 0:
         raise ValueError("topk_ids must have shape (M, top_k) with top_k >= 1, got (M, 0)")
-    if call.router_weight_on_input and top_k != 1:
+    if options.router_weight_on_input and top_k != 1:
         raise ValueError(
             f"router_weight_on_input must be False unless top_k is 1, got top_k {top_k}: "
             "an input shared by several experts cannot carry their different weights"
@@ -159,19 +160,13 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         dtype=dtype,
         scheme=scheme,
         layout=call.w13.layout,
-        activation=call.activation,
+        options=_constants(options),
         has_bias=call.w13_bias is not None or call.w2_bias is not None,
         mapped_experts=mapped,
-        router_weight_on_input=call.router_weight_on_input,
-        deterministic=call.deterministic,
-        needs_grad=call.needs_grad,
         contiguous_weights=contiguous,
         transposed_weights=not contiguous and in_order,
-        max_workspace_bytes=_bytes(call.max_workspace_bytes),
         quantized_input=call.hidden_states_scale is not None or quantizes,
-        batch_invariant=call.batch_invariant,
         global_rows=_global_rows(w13=call.w13, w2=call.w2),
-        exchange=call.exchange,
     )
 
 
@@ -180,9 +175,9 @@ def _batched_problem(call: BatchedCall) -> Problem:
     check_rank("hidden_states", x, "(E, T, K)")
     dtype, width = _check_input(
         *("hidden_states", x, call.hidden_states_scale, call.hidden_states_global_scale),
-        *(call.out_dtype, call.w13.scheme, call.needs_grad),
+        *(call.options, call.w13.scheme),
     )
-    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.activation, dtype)  # noqa: E741
+    E, N, K, I = _check_weights(call.w13, call.w2, x, width, call.options.activation, dtype)  # noqa: E741
     blocks = static_size(x.shape[0])
     if blocks != E:
         raise ValueError(
@@ -195,7 +190,7 @@ def _batched_problem(call: BatchedCall) -> Problem:
     _check_device("expert_num_tokens", counts.device, x.device)
     _check_bias("w13_bias", call.w13_bias, (E, N), x.device)
     _check_bias("w2_bias", call.w2_bias, (E, K), x.device)
-    if call.needs_grad:
+    if call.options.needs_grad:
         raise ValueError(
             "batched_experts has no backward: wrap the call in torch.no_grad() or use "
             "fused_experts, which has one"
@@ -210,29 +205,27 @@ def _batched_problem(call: BatchedCall) -> Problem:
         dtype=dtype,
         scheme=layer_scheme(call.w13.scheme, call.w2.scheme),
         layout=call.w13.layout,
-        activation=call.activation,
+        options=_constants(call.options),
         has_bias=call.w13_bias is not None or call.w2_bias is not None,
         contiguous_weights=call.w13.contiguous and call.w2.contiguous,
-        max_workspace_bytes=_bytes(call.max_workspace_bytes),
         quantized_input=call.hidden_states_scale is not None,
-        batch_invariant=call.batch_invariant,
         global_rows=_global_rows(w13=call.w13, w2=call.w2),
     )
 
 
-def _bytes(max_workspace_bytes: int | None) -> int | None:
-    if max_workspace_bytes is None:
-        return None
-    check_size("max_workspace_bytes", max_workspace_bytes)
-    return static_size(max_workspace_bytes)
+def _constants(options: Options) -> Options:
+    """The options without symbolic sizes."""
+    if options.max_workspace_bytes is None:
+        return options
+    check_size("max_workspace_bytes", options.max_workspace_bytes)
+    return options._replace(max_workspace_bytes=static_size(options.max_workspace_bytes))
 
 
 def _linear_problem(call: LinearCall) -> Problem:
     x, offsets = call.hidden_states, call.offsets
     check_rank("x", x, "(S, K)")
     dtype, width = _check_input(
-        *("x", x, call.x_scale, call.x_global_scale, call.out_dtype, call.weight.scheme),
-        call.needs_grad,
+        *("x", x, call.x_scale, call.x_global_scale, call.options, call.weight.scheme)
     )
     E, N, K = _check_weight("weight", call.weight, x, "x", dtype)
     if width != K:
@@ -260,11 +253,10 @@ def _linear_problem(call: LinearCall) -> Problem:
         dtype=dtype,
         scheme=call.weight.scheme,
         layout=call.weight.layout,
+        options=call.options,
         has_bias=call.bias is not None,
-        needs_grad=call.needs_grad,
         contiguous_weights=call.weight.contiguous,
         quantized_input=call.x_scale is not None,
-        batch_invariant=call.batch_invariant,
         global_rows=_global_rows(weight=call.weight),
     )
 
@@ -279,14 +271,14 @@ def _check_input(
     x: Tensor,
     scale: Tensor | None,
     global_scale: Tensor | None,
-    out_dtype: torch.dtype | None,
+    options: Options,
     scheme_name: str,
-    needs_grad: bool,
     may_be_fp32: bool = False,  # whether the output may be fp32 beside an input of 16 bits
 ) -> tuple[torch.dtype, int]:
     """(dtype of the input's values, or if it arrives quantized of the output; columns that the
     input stands for).
     """
+    out_dtype = options.out_dtype
     if scale is None:
         if global_scale is not None:
             raise ValueError(
@@ -307,7 +299,7 @@ def _check_input(
                 f"arrives quantized, got {out_dtype}; convert the result with .to()"
             )
         return x.dtype, static_size(x.shape[-1])
-    if needs_grad:
+    if options.needs_grad:
         raise ValueError(
             f"{name} must not arrive quantized ({name}_scale must be None) where gradients are "
             f"required, for none flow through it: wrap the call in torch.no_grad(), or pass "

@@ -63,7 +63,7 @@ class Products(Protocol):
 
 def activation_of(a: AnyArgs) -> Activated:
     """The activation of a call, as kernels take it."""
-    return activated(a.activation, a.alpha, a.beta, a.limit)
+    return activated(a.options.activation)
 
 
 def contiguous(t: Tensor | None) -> Tensor | None:
@@ -151,7 +151,7 @@ class Pairs(Layer):
             ids, a.expert_map, a.index_workspace, E, size, alignment, self.gpu
         )
         self.weights_before = self.weights_of_output = None
-        if not a.router_weight_on_input:
+        if not a.options.router_weight_on_input:
             self.weights_of_output = a.topk_weights
         elif weighs_after:
             self.weights = a.topk_weights
@@ -160,7 +160,7 @@ class Pairs(Layer):
 
     def moved(self) -> list[Launch]:
         a, x, layout = self.a, self.products.x, self.layout
-        if a.router_weight_on_input or why_not(a.out.shape[1], x):
+        if a.options.router_weight_on_input or why_not(a.out.shape[1], x):
             a = gathered(a)
         copies = push_own_rows(a, x, layout, self.gpu)
         if copies is None:
@@ -174,12 +174,12 @@ class Pairs(Layer):
         were on the input; over all ranks, too, in a call with an exchange.
         """
         a, y, layout = self.a, self.products.y, self.layout
-        if a.exchange and a.w2_bias is None:
+        if a.options.exchange and a.w2_bias is None:
             return self.run(sum_ranks(a, y, layout.rows))
         of_experts = contiguous(a.w2_bias), expert_blocks(a)
         top_k = a.topk_ids.shape[1]
         self.run(combine_rows(a.out, y, self.weights_of_output, layout, top_k, *of_experts))
-        if a.exchange:
+        if a.options.exchange:
             opened(a).add()
 
 

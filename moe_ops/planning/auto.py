@@ -10,11 +10,11 @@ from moe_ops import backends
 from moe_ops.backends.torch.backend import workspace_shapes
 from moe_ops.ops import library
 from moe_ops.ops.backend import Backend
+from moe_ops.ops.options import tiers_of_text
 
 
 def _parse(text: str) -> tuple[tuple[int, Backend], ...]:
-    pairs = [tier.split(":") for tier in text.split(",")]
-    return tuple([(int(limit), backends.named(name)) for limit, name in pairs])
+    return tuple([(limit, backends.named(name)) for limit, name in tiers_of_text(text)])
 
 
 _parse_tiers = functools.lru_cache(maxsize=256)(_parse)
@@ -33,7 +33,7 @@ def _launch_auto(kind: str, rows_of: int) -> Callable[[Any], None]:
     """Launcher of the tiered op; `rows_of` is the dimension of the output that holds M."""
 
     def launch(args: Any) -> None:
-        _of_rows(_parse_tiers(args.tiers), args[0].shape[rows_of]).launch[kind](args)
+        _of_rows(_parse_tiers(args.options.tiers_text), args[0].shape[rows_of]).launch[kind](args)
 
     return launch
 
@@ -71,7 +71,7 @@ def served_by(op: Any, values: Sequence[Any]) -> tuple[Backend, int] | None:
                 rows = values[0].shape[_ROWS_OF[kind]]
                 if backend is AUTO:
                     backend = _of_rows(
-                        _parse_tiers(library.KINDS[kind].unpack(values).tiers), rows
+                        _parse_tiers(library.KINDS[kind].unpack(values).options.tiers_text), rows
                     )
                 return backend, rows
     return None

@@ -87,7 +87,7 @@ class BoundPlan:
         """
         plan = self.plan
         make = plan.tiers[0][1].shortcut
-        if make is None or len(plan.tiers) > 1 or plan.problem.exchange:
+        if make is None or len(plan.tiers) > 1 or plan.problem.options.exchange:
             return None
         device, (shape, dtype) = call.hidden_states.device, call.output()
         out, none = torch.empty(*shape, dtype=dtype, device=device), torch.empty(0, device=device)
@@ -153,7 +153,7 @@ def run(call: Call, backend: str) -> Tensor:
     types = tuple(map(type, tensors))
     try:
         # the shape of a weight: a model of many kinds of layers does not try the guards of all
-        options = (backend, call.options(), cast(Tensor, tensors[1]).shape, types)
+        options = (backend, call.static(), cast(Tensor, tensors[1]).shape, types)
         known = alike.get(options)
     except (TypeError, RuntimeError):  # no hash; tensors without sizes
         return look_up(call, backend).run(call, call.num_tokens)

@@ -11,15 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moe_ops import backends
 from moe_ops.environment import constant
 from moe_ops.meta.workspace import cdiv, maximum, minimum
-from moe_ops.ops import library
 from moe_ops.ops.backend import Backend, Claim, Operator
 from moe_ops.ops.chunks import ALIGNMENT, experts_of_chunk
 from moe_ops.ops.exchange import sends_quantized
+from moe_ops.ops.options import encode, text_of_tiers
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.ops.relayout import variants
 from moe_ops.planning.auto import AUTO
@@ -43,7 +42,6 @@ class Plan:
     tiers: tuple[tuple[int, Backend], ...]
     refused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     basis: str = ""  # of the tiers: "measured", "heuristic", or "" where there was no choice
-    chunk_rows: int = 0  # rows that the workspaces hold; larger calls run in chunks. 0: all rows
     gradients: str = ""  # `explain(training=True)`: how forward and backward pass run, in words
 
     @property
@@ -69,31 +67,21 @@ class Plan:
         return backend.operators[self.problem.kind]
 
     @property
-    def tiers_text(self) -> str:
-        """The tiers as the op's options carry them; empty for a single tier."""
-        if len(self.tiers) == 1:
-            return ""
-        return ",".join([f"{limit}:{backend.name}" for limit, backend in self.tiers])
-
-    @property
     def options(self) -> str:
         """The `options` argument of the op: everything it needs to know that is not a tensor."""
-        p, act = self.problem, self.problem.activation
-        values: tuple = (p.scheme, p.layout)
-        if act is not None:
-            # constants, also where dynamic=True makes symbols of them
-            numbers = [float(guard_scalar(x)) for x in (act.alpha, act.beta, act.limit)]
-            values += (act.name, *numbers)
-        if p.kind == "experts":
-            values += (p.router_weight_on_input, p.deterministic)
-        values += (self.tiers_text,)
-        if p.kind != "grouped_linear":
-            values += (self.chunk_rows,)
-        if p.batch_invariant or p.exchange:
-            values += (p.batch_invariant,)
-        if p.exchange:
-            values += (p.exchange,)
-        return library.options_text(p.kind, values)
+        p = self.problem
+        return encode(p.scheme, p.layout, p.options._replace(tiers_text=self.tiers_text))
+
+    @property
+    def tiers_text(self) -> str:
+        """The tiers as the op's options carry them; empty for a single tier."""
+        tiers = self.tiers if len(self.tiers) > 1 else ()
+        return text_of_tiers(tuple([(limit, backend.name) for limit, backend in tiers]))
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that the workspaces hold; larger calls run in chunks. 0: all rows."""
+        return self.problem.options.chunk_rows
 
     @property
     def not_tested_note(self) -> str | None:
@@ -103,7 +91,7 @@ class Plan:
     @property
     def max_workspace_bytes(self) -> int:
         """The bound of the workspaces: the caller's, or the machine's default; 0: none."""
-        given = self.problem.max_workspace_bytes
+        given = self.problem.options.max_workspace_bytes
         return self.machine.total_memory // SHARE_OF_MEMORY if given is None else given
 
     def num_bytes(self, M: int) -> int:
@@ -162,8 +150,8 @@ class Plan:
         if p.quantized_input:
             arrives = "the input arrives quantized: no pass quantizes it"
             travels = "tokens are quantized before they travel to other ranks"
-            lines.append(f"  {travels if sends_quantized(p.exchange) else arrives}")
-        if p.batch_invariant:
+            lines.append(f"  {travels if sends_quantized(p.options.exchange) else arrives}")
+        if p.options.batch_invariant:
             lines.append("  batch invariant: a token's row has the same bits in every batch")
         if self.not_tested_note:
             lines.append(f"  {self.not_tested_note}")
@@ -230,7 +218,7 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
         ImportError: the named backend's library is not installed.
     """
     if _trains_invariantly(problem):  # the output of its forward pass is that of inference
-        plan(replace(problem, needs_grad=False), machine)
+        plan(problem.replace(needs_grad=False), machine)
     if backend != "auto":
         chosen = backends.named(backend)
         reasons = _reasons(chosen, problem, machine)
@@ -274,7 +262,7 @@ def _bounded(plan: Plan) -> Plan:
         ValueError: the caller's bound has no room for the smallest chunk.
     """
     problem, most = plan.problem, plan.max_workspace_bytes
-    if not most or problem.kind == "grouped_linear" or problem.needs_grad:
+    if not most or problem.kind == "grouped_linear" or problem.options.needs_grad:
         return plan
     if not all([backend.takes.chunked for _, backend in plan.tiers]):
         return plan
@@ -294,8 +282,8 @@ def _bounded(plan: Plan) -> Plan:
         step = max(1 << max(rows.bit_length() - 4, 0), ALIGNMENT)
         rows = max(rows // step * step, ALIGNMENT)
         needed = whole.num_bytes(rows)
-        if needed <= most or (rows == ALIGNMENT and problem.max_workspace_bytes is None):
-            return replace(plan, chunk_rows=rows)
+        if needed <= most or (rows == ALIGNMENT and problem.options.max_workspace_bytes is None):
+            return replace(plan, problem=problem.replace(chunk_rows=rows))
         if rows == ALIGNMENT:
             break
         rows = min(rows * most // needed, rows - 1)
@@ -421,19 +409,21 @@ def _refusals(backend: Backend, problem: Problem, machine: Machine) -> list[str]
             f"takes no input that arrives quantized for scheme {w13!r}: pass it "
             "unquantized, and of a dispatcher's exchanges `exchange`"
         )
-    if problem.needs_grad and not backend.takes.differentiable:
+    options = problem.options
+    if options.needs_grad and not backend.takes.differentiable:
         reasons.append(
             "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"
         )
-    if problem.max_workspace_bytes is not None and not backend.takes.chunked:
+    if options.max_workspace_bytes is not None and not backend.takes.chunked:
         reasons.append("cannot run in chunks: leave max_workspace_bytes out")
-    if problem.batch_invariant and not _trains_invariantly(problem):
+    if options.batch_invariant and not _trains_invariantly(problem):
         reasons += backend.takes.depends_on_batch(problem, machine)
     return reasons
 
 
 def _trains_invariantly(problem: Problem) -> bool:
-    return problem.batch_invariant and problem.needs_grad and problem.kind == "experts"
+    options = problem.options
+    return options.batch_invariant and options.needs_grad and problem.kind == "experts"
 
 
 def not_tested_note(architecture: str) -> str | None:

@@ -55,13 +55,13 @@ def why_not_kernels(call: ExpertsCall, matrices: Sequence[Tensor] = ()) -> str |
     """Why plain torch runs a call; None if kernels do."""
     x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
     if matrices:
-        if call.batch_invariant:
+        if call.options.batch_invariant:
             return "batch_invariant asks for products of rows that the others do not change"
         if not all([t.is_contiguous() and t.dtype == x.dtype for t in matrices]):
             return "its adapters are not contiguous, or of another dtype than hidden_states"
         if not addressable(matrices):
             return "its adapters have no addresses"
-    if call.batch_invariant and x.device.type == "cpu":
+    if call.options.batch_invariant and x.device.type == "cpu":
         return "batch_invariant asks for the products that inference takes"
     weights = call.w13, call.w2
     schemes = [get_scheme(weight.scheme) for weight in weights]
@@ -106,5 +106,5 @@ def explanation(call: ExpertsCall) -> str:
         how = frozen.frozen(call.w13.scheme)
         if how is not None and how.elements is not None:
             names.append(f"of activations rounded to {how.elements.DTYPE}")
-    output = ", the output by inference's kernels" if call.batch_invariant else ""
+    output = ", the output by inference's kernels" if call.options.batch_invariant else ""
     return f"fused kernels, {', '.join(names)}{output}"

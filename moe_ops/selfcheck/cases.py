@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_ops import activations
 from moe_ops.meta.workspace import round_up
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
 from moe_ops.selfcheck import reference
@@ -70,7 +71,7 @@ class Case(NamedTuple):
             top_k=self.shape.top_k,
             dtype=DTYPE,
             scheme=self.scheme,
-            activation=activations.resolve(ACTIVATION),
+            options=Options(activations.resolve(ACTIVATION)),
             has_bias=self.bias,
         )
 

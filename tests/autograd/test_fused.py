@@ -14,6 +14,7 @@ from moe_ops.autograd import fused
 from moe_ops.backends.cutlass import products as native
 from moe_ops.environment import INTERPRETED
 from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.ops.options import Options
 from moe_ops.planning import training as planning
 from tests.autograd import test_gradients
 from tests.autograd.conftest import on_gpu
@@ -169,10 +170,8 @@ def test_what_is_not_fused():
     x = torch.randn(4, 16, dtype=BF16)
     w13, w2 = torch.randn(3, 16, 16, dtype=BF16), torch.randn(3, 16, 8, dtype=BF16)
     weights, ids = torch.rand(4, 2), torch.zeros(4, 2, dtype=torch.int32)
-    silu = activations.resolve("silu")
-    plain = ExpertsCall(
-        x, Weight(w13), Weight(w2), weights, ids, None, None, None, silu, False, True, True
-    )
+    recorded = Options(activations.resolve("silu"), needs_grad=True)
+    plain = ExpertsCall(x, Weight(w13), Weight(w2), weights, ids, None, None, None, recorded)
     reasons = {
         "not on a CUDA device": plain,
         "a scale of all activations": plain._replace(

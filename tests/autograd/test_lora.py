@@ -15,6 +15,7 @@ from moe_ops import LoRA
 from moe_ops.autograd import training
 from moe_ops.backends.torch import grouped_mm as products
 from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.ops.options import Options
 from moe_ops.planning import training as planning
 from tests.autograd.conftest import on_gpu
 from tests.autograd.test_gradients import (
@@ -464,7 +465,7 @@ def test_why_not_kernels():
     act = moe_ops.Activation("silu")
     made = ExpertsCall(
         case.args[0].nan_to_num(), Weight(case.args[1]), Weight(case.args[2]),
-        *case.args[3:], *none, act, False, True, True,
+        *case.args[3:], *none, Options(act, needs_grad=True),
     )  # fmt: skip
     problem = mock.Mock(num_experts=4, num_rows=48, hidden_size=48, intermediate_size=24)
     joined = moe_ops.autograd.adapters.join(adapter(case), problem, made[0])

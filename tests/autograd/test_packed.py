@@ -14,6 +14,7 @@ from moe_ops.autograd.adapters import UNADAPTED
 from moe_ops.autograd.step import Needs
 from moe_ops.kernels.mixed_gemm import configs, packed
 from moe_ops.ops.call import ExpertsCall, take_apart
+from moe_ops.ops.options import Options
 from moe_ops.planning import training as planning
 from tests.autograd import test_lora
 from tests.autograd.conftest import kernels, on_gpu
@@ -207,7 +208,7 @@ def test_no_tensor_holds_even_one_expert(where, recompute, scheme):
     x, w13, w2, weights, ids = case.args
     step = ExpertsCall(
         *(x, take_apart(w13), take_apart(w2), weights, ids, None, None, None),
-        *(moe_ops.activations.resolve("silu"), False, True, True),
+        Options(moe_ops.activations.resolve("silu"), needs_grad=True),
     )
     products = planning.plan(step).products
     with Largest() as largest:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -26,6 +25,7 @@ from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from moe_ops.activations import Activation
 from moe_ops.kernels import launch  # noqa: E402
 from moe_ops.kernels.activation import activated  # noqa: E402
 from moe_ops.kernels.configs import GemmConfig, LayerConfig  # noqa: E402
@@ -188,7 +188,7 @@ def of_gemm1() -> Launch:
     return sm80_mma.gemm1(
         Input(empty(192), 0, 32, 1), Input(empty(3, 32), 0, 32, 1), w, NO_BIAS,
         route_pairs(torch.zeros(64, dtype=torch.int32), ids, ids[0], 2, 4, False),
-        NO_ROUTER_WEIGHTS, activated("silu", 1.0, 0.0, math.inf), scaling_of("", True), "",
+        NO_ROUTER_WEIGHTS, activated(Activation("silu")), scaling_of("", True), "",
         GemmConfig(64, 32, 2, 4), 16, H200,
     )  # fmt: skip
 

@@ -475,11 +475,11 @@ HERE = Machine("cpu", available=("torch", "triton"))
 
 
 def tiers_in(graph: torch.fx.GraphModule) -> list[str]:
-    """The `tiers` of each op call of a graph."""
+    """The tiers of each op call of a graph."""
     found = []
     for node in graph.graph.nodes:
         if node.op == "call_function" and str(node.target).startswith("auto_functionalized"):
-            found.append(ast.literal_eval(node.kwargs["options"])["tiers"])
+            found.append(ast.literal_eval(node.kwargs["options"])["tiers_text"])
     return found
 
 

@@ -17,6 +17,7 @@ import torch
 import moe_ops
 from moe_ops import backends
 from moe_ops.activations import Activation
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
@@ -71,7 +72,7 @@ def problem_like(kind: str, scheme: str) -> Problem:
     activation = None if kind == "grouped_linear" else Activation("silu")
     return Problem(
         *(kind, E, K, I, 2 * I, TOP_K if routed else 0, torch.bfloat16, scheme),
-        activation=activation,
+        options=Options(activation),
         has_bias=bias,
         mapped_experts=2 * E if routed else 0,
     )

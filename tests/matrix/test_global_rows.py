@@ -199,7 +199,7 @@ def test_refusals_name_the_weight():
     assert of["cutlass"].supports(replace(problem, global_rows=("w13",)), B200) == []
     (reason,) = of["cutlass"].supports(replace(problem, global_rows=("w13", "w2")), B200)
     assert "takes w2 with a global scale for each expert" in reason
-    problem = replace(problem, layout="flashinfer_swizzled:up_gate", activation=None)
+    problem = replace(problem, layout="flashinfer_swizzled:up_gate")
     reasons = of["flashinfer"].supports(replace(problem, global_rows=("w13",)), B200)
     assert any("got one for each row of w13" in reason for reason in reasons)
 

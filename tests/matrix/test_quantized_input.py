@@ -14,6 +14,7 @@ import moe_ops
 from moe_ops import backends, numerics
 from moe_ops.backends.triton import plain
 from moe_ops.numerics import QuantizedActivation
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Problem
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
@@ -404,7 +405,7 @@ def takers(kind: str, scheme: str) -> list[str]:
     """The backends that take what arrives quantized on an H200."""
     problem = Problem(
         *(kind, 4, 256, 128, 256, 2, BF16, scheme),
-        activation=moe_ops.Activation("silu"),
+        options=Options(moe_ops.Activation("silu")),
         quantized_input=True,
     )
     return [b.name for b in backends.BACKENDS if not plans._reasons(b, problem, H200)]

@@ -273,7 +273,7 @@ def test_operator_passes_opcheck():
     plan = moe_ops.explain(x, w13, w2, ids)
     call = ExpertsCall(
         *(x, take_apart(w13), take_apart(w2), weights, ids, None, None, None),
-        *(plan.problem.activation, False, True, False),
+        plan.problem.options,
     )
     buffers = [
         torch.empty_like(x),

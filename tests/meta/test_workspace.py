@@ -41,7 +41,7 @@ def plans(
         limits = [*range(4, 4 * len(able), 4), -1]
         tiers["auto"] = tuple(zip(limits, able, strict=True))
     return {
-        name: plans_module.Plan(p, machine, of, chunk_rows=chunk_rows)
+        name: plans_module.Plan(p.replace(chunk_rows=chunk_rows), machine, of)
         for name, of in tiers.items()
     }
 

@@ -8,6 +8,7 @@ from moe_ops.backend import Exchanges
 from moe_ops.backends import named
 from moe_ops.ops import exchange
 from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.options import Options
 from moe_ops.parallel.symmetric_memory import SymmetricMemory
 
 
@@ -56,9 +57,9 @@ def test_backends_do_what_they_can_unless_they_run_in_chunks(both):
     args = dict.fromkeys(ExpertsArgs._fields) | {"out": out, "topk_ids": ids, "hidden_states": x}
     for sends, chunk_rows, seen in ((1, 0, 3), (1, 6, 3), (1, 4, 6), (0, 0, 6)):
         launch = exchange.over_ranks(ran.append, Exchanges(True, ("",) * sends))
-        launch(ExpertsArgs(**args | {"exchange": "both", "chunk_rows": chunk_rows}))
+        launch(ExpertsArgs(**args | {"options": Options(exchange="both", chunk_rows=chunk_rows)}))
         given = ran.pop()
-        assert given.exchange == ("" if chunk_rows == 4 else "both")
+        assert given.options.exchange == ("" if chunk_rows == 4 else "both")
         assert len(given.hidden_states) == seen
     assert named("deep_gemm").exchanges.adds_ranks and not named("torch").exchanges.adds_ranks
     assert named("deep_gemm").exchanges.sends_rows and not named("triton").exchanges.sends_rows

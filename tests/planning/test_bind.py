@@ -9,9 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
+from moe_ops import activations
 from moe_ops import backends as backends_module
 from moe_ops.ops import library
 from moe_ops.ops.library import dispatcher_is_idle
+from moe_ops.ops.options import Options, decode, encode, text_of_tiers, tiers_of_text
 from moe_ops.planning import auto, bind
 from moe_ops.planning import machine as machines
 from moe_ops.planning.register import replace_backends
@@ -193,59 +195,64 @@ def test_wrong_sizes_raise_without_the_dispatcher_too(direct):
     assert direct == [True] * 2
 
 
+OPTIONS = Options(
+    activations.Activation("swigluoai", 1, 0.5, 2),
+    router_weight_on_input=True,
+    atomic_sums=True,
+    needs_grad=True,
+    recompute=True,
+    max_workspace_bytes=12,
+    out_dtype=torch.float32,
+    batch_invariant=True,
+    exchange="a group's",
+    tiers_text="4:torch,-1:triton",
+    chunk_rows=3,
+)
+
+
 def test_options_are_told_apart():
     kind = library.KINDS["grouped_linear"]
-    text = library.options_text("grouped_linear", ("fp8_block", "", "4:torch,-1:triton"))
-    args = kind.unpack((*range(7), [], None, text))
-    assert args[:7] == tuple(range(7)) and args.weight_scale is None and args.bias is None
-    assert (args.scheme, args.layout, args.tiers) == ("fp8_block", "", "4:torch,-1:triton")
-    whole = "{'scheme': '', 'layout': '', 'tiers': '', 'depth': 3}"
-    for wrong in ("{'scheme': ''}", whole, "", "scheme", "['scheme']", "{[]: 1}", "7", "{"):
-        with pytest.raises(ValueError, match="options must be a dict of scheme, layout, tiers"):
+    for options in (OPTIONS, Options()):
+        args = kind.unpack((*range(7), [], None, encode("fp8_block", "x", options)))
+        assert args[:7] == tuple(range(7)) and args.weight_scale is None and args.bias is None
+        assert (args.scheme, args.layout, args.options) == ("fp8_block", "x", options)
+    act = args.options.activation
+    assert act is None and type(decode(encode("", "", OPTIONS))[2].activation.alpha) is float
+    assert all(a != b for a, b in zip(OPTIONS, Options(), strict=True))  # none is left out above
+    text = encode("", "", OPTIONS)
+    for wrong in (
+        *("{'scheme': ''}", text[:-1] + ", 'depth': 3}", text.replace(", 'chunk_rows': 3", "")),
+        *("", "scheme", "['scheme']", "{[]: 1}", "7", "{"),
+    ):
+        with pytest.raises(ValueError, match="options must be a dict of scheme, layout, activat"):
             kind.unpack((*range(7), [], None, wrong))
 
 
-def test_options_that_a_program_lacks_have_their_defaults():
-    """Programs that were exported before an option existed."""
-    kind = library.KINDS["experts"]
-    text = (
-        "{'activation': 'silu', 'scheme': '', 'layout': '', 'alpha': 1, 'beta': 0.5, 'limit': 2.0,"
-        " 'router_weight_on_input': False, 'deterministic': True}"
-    )
-    args = kind.unpack((*range(9), [], None, None, None, text))
-    assert (args.activation, args.alpha, args.beta, args.limit) == ("silu", 1.0, 0.5, 2.0)
-    assert (args.router_weight_on_input, args.deterministic, args.tiers) == (False, True, "")
-    assert type(args.alpha) is float and type(args.deterministic) is bool
-    for carried in (", 'deterministic': True", " 'router_weight_on_input': False,"):
-        with pytest.raises(ValueError, match="options must be a dict of scheme, layout"):
-            kind.unpack((*range(9), [], None, None, None, text.replace(carried, "")))
+def test_tiers_as_text():
+    tiers = ((4, "torch"), (-1, "triton"))
+    assert tiers_of_text(text_of_tiers(tiers)) == tiers
 
 
-@pytest.mark.parametrize("each", [1, 3, 4, 5])
-def test_scales_that_a_program_lacks_are_none(each):
-    """Programs that were exported when a weight had fewer slots."""
-    text = library.options_text("experts", ("", "", "silu", 1.0, 0.0, 0.0, False, True, "", 0))
-    scales = [f"{weight}{i}" for weight in ("w13", "w2") for i in range(each)]
-    args = library.KINDS["experts"].unpack((*range(9), scales, "bias", None, None, text))
-    first = args._fields.index("w13_scale")
-    missing = (None,) * (5 - each)
-    assert args[first : first + 5] == (*scales[:each], *missing)
-    assert args[first + 5 : first + 10] == (*scales[each:], *missing)
-    assert args.w13_bias == "bias"
-    text = library.options_text("grouped_linear", ("", "", ""))
-    args = library.KINDS["grouped_linear"].unpack((*range(7), scales[:each], "bias", text))
-    assert args[7:12] == (*scales[:each], *missing) and args.bias == "bias"
+def test_scales_of_the_weights_and_of_the_input():
+    """The input's are left out where it does not arrive quantized."""
+    text = encode("", "", Options())
+    for of_input in ((), ("x0", "x1")):
+        scales = [*range(10), *of_input]
+        args = library.KINDS["experts"].unpack((*range(9), scales, "bias", None, None, text))
+        first = args._fields.index("w13_scale")
+        assert args[first : first + 12] == (*range(10), *(of_input or (None, None)))
+        assert args.w13_bias == "bias"
 
 
 @pytest.mark.parametrize("name, inputs, biases, wrong", [
-    ("experts", 9, 3, (1, 9, 11, 13)),
+    ("experts", 9, 3, (1, 8, 9, 11, 13)),
     ("batched_experts", 8, 2, (3, 11)),
-    ("grouped_linear", 7, 1, (6, 10)),
+    ("grouped_linear", 7, 1, (4, 6, 10)),
 ])  # fmt: skip
 def test_scales_that_no_weights_have_are_refused(name, inputs, biases, wrong):
     for count in wrong:
         values = (*range(inputs), [None] * count, *[None] * biases, "{}")
-        with pytest.raises(ValueError, match=f"scales must hold .*; got {count} in all"):
+        with pytest.raises(ValueError, match=f"scales must hold .* got {count} in all"):
             library.KINDS[name].unpack(values)
 
 
@@ -332,7 +339,7 @@ def test_calls_of_known_size_run_their_tier_alone():
         out = bound.run(FakeCall((M, 3)), M)
         name, (first, *workspaces, values, options) = called.pop()
         assert name == backend and first is out and out.shape == (M, 3) and values == "input"
-        assert "'tiers': ''" in options and "'tiers': '4:" in bound.options
+        assert "'tiers_text': ''" in options and "'tiers_text': '4:" in bound.options
         wanted = backends_module.named(backend).workspace_shapes(M, plan.problem)
         assert [(t.shape, t.dtype) for t in workspaces] == [
             (torch.Size(b.shape), b.dtype) for b in wanted

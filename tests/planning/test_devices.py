@@ -14,13 +14,16 @@ from moe_ops import backends, environment, info
 from moe_ops.activations import Activation
 from moe_ops.kernels import launch
 from moe_ops.kernels.mixed_gemm import configs
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 from moe_ops.schemes import SCHEMES
 from tests.support.paths import ROOT
 
-LAYER = Problem("experts", 8, 256, 128, 256, 2, torch.bfloat16, activation=Activation("silu"))
+LAYER = Problem(
+    "experts", 8, 256, 128, 256, 2, torch.bfloat16, options=Options(Activation("silu"))
+)
 MI300X = Machine("cuda", gfx="gfx942", gpu_name="AMD Instinct MI300X")
 MI300X = replace(MI300X, available=backends.list_backends(), triton="3.9.0")
 PLAIN = ("", "fp8_block", "fp8_block:ue8m0", "fp8_channel", "fp8_channel_tensor", "fp8_tensor")

@@ -11,6 +11,7 @@ import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.activations import Activation
 from moe_ops.backend import Claim, Library
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
@@ -96,7 +97,7 @@ def test_a_library_is_asked_for_only_where_it_would_help(monkeypatch):
     def refused(device, capability, **changes):
         there = Machine(device, capability, "", ("torch",))
         sizes = {"hidden_size": 256, "intermediate_size": 128, "num_rows": 256}
-        return dict(plans.plan(dataclasses.replace(FP8, **sizes, **changes), there).refused)
+        return dict(plans.plan(FP8.replace(**sizes, **changes), there).refused)
 
     on_xpu = refused("xpu", (0, 0))
     assert set(on_xpu) == set(backends_module.list_backends()) - {"torch"}
@@ -115,7 +116,7 @@ def test_a_library_is_asked_for_only_where_it_would_help(monkeypatch):
 
 
 def test_gradients_need_a_backward():
-    training = dataclasses.replace(PLAIN, needs_grad=True)
+    training = PLAIN.replace(needs_grad=True)
     with pytest.raises(ValueError, match="has no backward: wrap the call in torch.no_grad()"):
         plans.plan(training, H200, "triton")
     assert names(plans.plan(training, H200)) == [(-1, "torch")]
@@ -408,7 +409,7 @@ def test_explain_plans_the_call_it_is_given():
     w13, w2 = torch.randn(8, 64, 64), torch.randn(8, 64, 32)
     plan = moe_ops.explain(x, w13, w2, ids, activation=Activation("silu", limit=3.0))
     problem = Problem(
-        "experts", 8, 64, 32, 64, 2, torch.float32, "", "", Activation("silu", limit=3)
+        "experts", 8, 64, 32, 64, 2, torch.float32, "", "", Options(Activation("silu", limit=3))
     )
     assert plan.problem == problem
     text = str(plan)

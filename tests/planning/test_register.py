@@ -189,7 +189,7 @@ def test_reasons_of_a_backend_stay_its_own():
     refusing = dataclasses.replace(
         dense(), name="refusing", supports=lambda p, m: own, library=Library(interpreted=True)
     )
-    problem = dataclasses.replace(problem, needs_grad=True)
+    problem = problem.replace(needs_grad=True)
     for _ in range(2):
         assert len(plans.why_not(refusing, problem, machine)) == 2
     assert own == ["it never runs"]

@@ -27,6 +27,7 @@ from moe_ops.backends.flashinfer import (  # noqa: E402
 )
 from moe_ops.kernels import launch  # noqa: E402
 from moe_ops.ops.args import ExpertsArgs  # noqa: E402
+from moe_ops.ops.options import Options  # noqa: E402
 from moe_ops.ops.problem import Problem  # noqa: E402
 
 CALLS = (  # scheme, top_k, bias and expert_map, router_weight_on_input, activation, ids
@@ -47,8 +48,9 @@ def compiled(
     N = 2 * I if activation.gated else I
     order = rows_before(activation)
     layout = schemes.SCHEMES[scheme].layout + (f":{order}" if order else "")
+    options = Options(activation, on_input)
     problem = Problem(
-        *("experts", E, K, I, N, top_k, torch.bfloat16, scheme, layout, activation), has_bias=more
+        *("experts", E, K, I, N, top_k, torch.bfloat16, scheme, layout, options), has_bias=more
     )
     f = dict.fromkeys(ExpertsArgs._fields)
     for weight, size in (("w13", (N, K)), ("w2", (K, I))):
@@ -67,9 +69,7 @@ def compiled(
         strict=True,
     ):
         f[buffer] = _empty(*shape.shape, dtype=shape.dtype)
-    f |= {"scheme": scheme, "layout": layout, "activation": name, "tiers": ""}
-    f |= {"alpha": 1.0, "beta": 0.0, "limit": 3e38}
-    f |= {"router_weight_on_input": on_input, "deterministic": True, "chunk_rows": 0}
+    f |= {"scheme": scheme, "layout": layout, "options": options}
     gpu = launch.Gpu(227 * 1024, True, True)
     found, before = [], driver._active
 

@@ -21,6 +21,7 @@ from moe_ops.kernels.configs import (
     fields_of,
 )
 from moe_ops.kernels.launch import Gpu
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import auto
 from moe_ops.planning import machine as machines
@@ -278,7 +279,7 @@ def test_auto_runs_what_was_measured(scheme, tmp_path, monkeypatch):
     capability = (properties.major, properties.minor)
     here = Machine("cuda", capability, name, machines.machine(torch.device("cuda")).available)
     silu = moe_ops.Activation("silu")
-    problem = Problem("experts", 8, 1024, 512, 1024, 2, BF16, scheme, activation=silu)
+    problem = Problem("experts", 8, 1024, 512, 1024, 2, BF16, scheme, options=Options(silu))
     plan = plans.plan(problem, here)
     lookup._entries.cache_clear()
     for M, us in times.items():

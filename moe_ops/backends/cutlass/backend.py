@@ -96,10 +96,10 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     for name, size in (("K", p.hidden_size), ("I", p.intermediate_size)):
         if size % multiple:
             reasons.append(f"cutlass needs {name} to be a multiple of {multiple}, got {size}")
-    if kind == GROUPS and p.activation is not None:
-        if not p.activation.gated:
+    if kind == GROUPS and p.options.activation is not None:
+        if not p.options.activation.gated:
             reasons.append(f"cutlass runs {scheme} with gated activations alone")
-        elif not p.activation.interleaved and p.intermediate_size % (BLOCK // 2):
+        elif not p.options.activation.interleaved and p.intermediate_size % (BLOCK // 2):
             reasons.append(
                 f"cutlass needs I to be a multiple of {BLOCK // 2} with gate and up in halves, "
                 f"got {p.intermediate_size}: a half would end in the middle of a block"
@@ -136,7 +136,7 @@ def plain_ends_activated(problem: Problem) -> bool:
     up rows of a weight that is stored transposed do not lie in rows.
     """
     p = problem
-    return p.activation is not None and p.activation.gated and p.contiguous_weights
+    return p.options.activation is not None and p.options.activation.gated and p.contiguous_weights
 
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
@@ -193,14 +193,14 @@ def depends_on_batch(problem: Problem, machine: Machine) -> list[str]:
         reasons.append(f"cutlass is not shown to give triton's bits with scheme {p.scheme!r}")
     if p.has_bias:
         reasons.append("cutlass adds biases after it has rounded the products with w2")
-    if p.router_weight_on_input:
+    if p.options.router_weight_on_input:
         reasons.append("cutlass rounds hidden_states after router weights scaled them")
-    if p.activation is not None and not plain_ends_activated(p):
+    if p.options.activation is not None and not plain_ends_activated(p):
         reasons.append(
             "cutlass rounds the products with w13 before their activation, unless that is gated "
             "and weights are contiguous"
         )
-    if p.activation is not None and p.activation.name == "gelu":
+    if p.options.activation is not None and p.options.activation.name == "gelu":
         reasons.append("cutlass computes erf of gelu by other instructions")
     return reasons
 

@@ -52,7 +52,7 @@ def experts(a: ExpertsArgs) -> None:
     if a.topk_ids.numel() == 0:
         return
     kind = _check(a)
-    gemms = library.gemms(a.hidden_states.get_device(), may_build=not a.tiers)
+    gemms = library.gemms(a.hidden_states.get_device(), may_build=not a.options.tiers_text)
     if kind in (PLAIN, GROUPS):
         of_kind = PlainProducts if kind == PLAIN else GroupsProducts
         return run_layers([Pairs(part, of_kind(part)) for part in chunks(a)])
@@ -75,7 +75,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     if T == 0:
         return
     _check(a)
-    gemms = library.gemms(a.hidden_states.get_device(), may_build=not a.tiers)
+    gemms = library.gemms(a.hidden_states.get_device(), may_build=not a.options.tiers_text)
     kernel = library.kernel_of(a.scheme, gemms.architecture, a.out.dtype, E * T, E)
     shared, layers = _shared(a), []
     for part in batched_chunks(a):

@@ -150,9 +150,10 @@ def supports_fp4(problem: Problem, machine: Machine) -> list[str]:
             "deep_gemm_fp4 needs weights laid out for it: call moe_ops.prepare(weight, "
             "'deep_gemm_fp4') on each once"
         )
-    if problem.activation is not None and problem.activation.name not in _FP4_ACTIVATIONS:
+    activation = problem.options.activation
+    if activation is not None and activation.name not in _FP4_ACTIVATIONS:
         known = ", ".join(_FP4_ACTIVATIONS)
-        reasons.append(f"deep_gemm_fp4 has activations {known}, got {problem.activation.name}")
+        reasons.append(f"deep_gemm_fp4 has activations {known}, got {activation.name}")
     return reasons
 
 

@@ -77,7 +77,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         reasons.append(
             f"flashinfer runs {p.scheme or 'plain weights'} on {wanted}, got SM{major}{minor}"
         )
-    act = p.activation
+    act = p.options.activation
     if act is not None and act.name not in ACTIVATIONS:
         reasons.append(f"flashinfer has no activation {act.name!r}")
     if not p.contiguous_weights:
@@ -104,12 +104,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             "flashinfer takes weights with a global scale for each expert, got one for each row "
             f"of {' and '.join(p.global_rows)}; use another backend"
         )
-    if p.quantized_input and p.router_weight_on_input:
+    if p.quantized_input and p.options.router_weight_on_input:
         reasons.append(
             "flashinfer cannot multiply an input that arrives quantized by router weights; pass "
             "it unquantized, or weigh it before it is quantized"
         )
-    if p.scheme == "fp8_block" and p.router_weight_on_input:
+    if p.scheme == "fp8_block" and p.options.router_weight_on_input:
         reasons.append(
             "flashinfer quantizes the input of fp8_block by itself, and could only be given the "
             "product with the router weights rounded to 16 bits before"

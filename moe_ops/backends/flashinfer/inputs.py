@@ -185,7 +185,8 @@ def route(
     """Write local ids, router weights and the layer's constants."""
     ids, expert_map = a.topk_ids, a.expert_map
     M, top_k = ids.shape
-    E = a.w13.shape[0]
+    E, activation = a.w13.shape[0], a.options.activation
+    numbers = (activation.alpha, activation.beta, activation.limit)
     num_ids, map_stride = E, 0
     if expert_map is not None:
         num_ids, map_stride = expert_map.shape[0], expert_map.stride(0)
@@ -204,7 +205,7 @@ def route(
         topk_weights=router_weights(a.topk_weights),
         constants=Constants(
             *(constants, w13_scale, w2_scale, a13_scale, a2_scale),
-            *(expert_stride(a13_scale), expert_stride(a2_scale), a.alpha, a.beta, a.limit),
+            *(expert_stride(a13_scale), expert_stride(a2_scale), *numbers),
             *(constants.stride(0), 1 << (E - 1).bit_length(), scheme.factors),
         ),
         TOP_K=top_k,
@@ -285,7 +286,9 @@ def quantize(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gp
         out=out if gpu.native else out.view(torch.uint8),
         scale=scale,
         x=x,
-        weights=router_weights(a.topk_weights) if a.router_weight_on_input else NO_ROUTER_WEIGHTS,
+        weights=router_weights(a.topk_weights)
+        if a.options.router_weight_on_input
+        else NO_ROUTER_WEIGHTS,
         a_scale=a.a13_scale if to == "e4m3" else None,
         K=x.shape[1],
         columns=columns,
@@ -308,7 +311,7 @@ def copy_rows(a: ExpertsArgs, out: Tensor) -> None:
         x, out = x.view(torch.uint8), out.view(torch.uint8)
     K = x.shape[1]
     out[:, K:].zero_()
-    if a.router_weight_on_input:
+    if a.options.router_weight_on_input:
         torch.mul(x, a.topk_weights.to(torch.float32), out=out[:, :K])
     else:
         out[:, :K].copy_(x)

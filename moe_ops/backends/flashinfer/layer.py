@@ -13,7 +13,6 @@ from moe_ops.backends.flashinfer.binding import binding
 from moe_ops.backends.flashinfer.library import Kernels
 from moe_ops.backends.flashinfer.schemes import ACTIVATIONS, SCHEMES
 from moe_ops.kernels import launch
-from moe_ops.kernels.activation import activated
 from moe_ops.kernels.launch import Gpu, run
 from moe_ops.meta.scales import base_layout
 from moe_ops.meta.workspace import carve, round_up
@@ -54,7 +53,7 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
     K, device = a.w2.shape[1], x.get_device()  # padded, if weights are
     padded = out.shape[1] != K
     scheme, arrived = SCHEMES[a.scheme], a.hidden_states_scale
-    gated = activated(a.activation, a.alpha, a.beta, a.limit).GATED
+    activation, gated = a.options.activation, a.options.activation.gated
     gpu = launch.gpu(device)
 
     parts = _Parts(a.workspace2)
@@ -65,7 +64,7 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
         a = a._replace(a13_scale=_scale_of_arrived(a, parts))
     launches = [inputs.route(a, local, sums, constants, scheme)]
 
-    on_input = a.router_weight_on_input
+    on_input = a.options.router_weight_on_input
     rows, row_scales, target = x, None, out
     if arrived is not None:
         if padded or not x.is_contiguous():
@@ -98,13 +97,13 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
         inputs.copy_bias(a.w2_bias, w2_bias, "")
 
     kernels, w13, w2, scales = _weights(a, rows.dtype, constants, E)
-    plain_silu = a.activation == "silu" and a.limit >= NO_LIMIT
+    plain_silu = activation.name == "silu" and activation.limit >= NO_LIMIT
     swiglu: list[Tensor | None] = [None] * 3
-    if gated and a.activation not in ("gelu", "gelu_tanh") and not plain_silu:
+    if gated and activation.name not in ("gelu", "gelu_tanh") and not plain_silu:
         swiglu = [constants[i, :E] for i in range(3)]
     I = N // 2 if gated else N  # noqa: E741
     made = (
-        *(device, kernels, E, N, K, I, top_k, a.activation, plain_silu, w13_bias is None),
+        *(device, kernels, E, N, K, I, top_k, activation.name, plain_silu, w13_bias is None),
         # the library chooses tiles by M, and compiles for them
         M if a.scheme == "fp8_block" else 0,
     )
@@ -132,15 +131,16 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
             False,  # min_latency_mode
             list(tactics),
             gpu.pdl,  # enable_pdl
-            ACTIVATIONS[a.activation],
+            ACTIVATIONS[activation.name],
         )
 
     # by the least power of two of rows; fp8_block has one tactic
     sizes, rows_of_key = (E, K, I, top_k), max(rows_of_call - 1, 0).bit_length()
-    of_call = (a.scheme, out.dtype, sizes, a.activation, a.deterministic)
+    deterministic = not a.options.atomic_sums
+    of_call = (a.scheme, out.dtype, sizes, activation.name, deterministic)
     key = (gpu.name, *of_call, rows_of_key)
     if library.tuning() and a.scheme != "fp8_block" and library.numbered(device):
-        library.tune(key, runner, call, a.deterministic)
+        library.tune(key, runner, call, deterministic)
     call(library.tactics(key))
     if padded:
         out.copy_(target[:, : out.shape[1]])

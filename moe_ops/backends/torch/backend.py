@@ -74,7 +74,7 @@ def depends_on_batch(problem: Problem, machine: Machine) -> list[str]:
             f"not batch invariant on {machine.device_type}: products of torch's libraries choose "
             "their kernels by the number of rows"
         ]
-    if problem.needs_grad and problem.kind == "grouped_linear":
+    if problem.options.needs_grad and problem.kind == "grouped_linear":
         if get_scheme(problem.scheme).activation is None:
             return []
         return [
@@ -144,12 +144,12 @@ def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None)
         scheme=scheme,
         bias=a.w2_bias,
         out=workspace.carve(a.workspace2, (S, K), dtype),
-        batch_invariant=a.batch_invariant,
+        batch_invariant=a.options.batch_invariant,
     )
-    if a.router_weight_on_input:
+    if a.options.router_weight_on_input:
         weights = torch.ones_like(weights)
     # the sum of a rank, which is asked for in fp32, adds no otherwise than that of one device
-    in_fp32 = a.batch_invariant and y.dtype == torch.float32 != a.out.dtype
+    in_fp32 = a.options.batch_invariant and y.dtype == torch.float32 != a.out.dtype
     total = torch.empty_like(a.out, dtype=torch.float32) if in_fp32 else a.out
     if cpu.can_combine(y, total):
         rows = torch.where(pairs.valid, pairs.inverse.view(M, -1), -1)
@@ -159,7 +159,7 @@ def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None)
         if in_fp32:
             a.out.copy_(total)
     else:
-        ids = a.topk_ids if a.batch_invariant else None
+        ids = a.topk_ids if a.options.batch_invariant else None
         a.out.copy_(permute.combine(y, weights, pairs, a.out.dtype, ids, a.global_experts))
 
 
@@ -174,7 +174,7 @@ def _inputs(a: ExpertsArgs, pairs: permute.Pairs) -> Tensor:
     x, arrived = a.hidden_states, _arrived(a)
     if arrived is not None:
         x = numerics.activation_values(arrived, a.w13_scheme)
-    if not a.router_weight_on_input:
+    if not a.options.router_weight_on_input:
         return x
     return permute.weigh_inputs(x.to(torch.float32) if a.scheme else x, a.topk_weights, pairs)
 
@@ -182,7 +182,7 @@ def _inputs(a: ExpertsArgs, pairs: permute.Pairs) -> Tensor:
 def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> Tensor:
     """The activation's output h (S, I)."""
     N, K, S = a.w13.shape[1], a.out.shape[1], a.topk_ids.numel()
-    act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
+    act = a.options.activation
     dtype = _compute_dtype(a.w2.dtype, a.scheme)
     tokens = torch.floor_divide(pairs.order, a.topk_ids.shape[1])
     x, scheme = _inputs(a, pairs), a.w13_scheme
@@ -206,10 +206,10 @@ def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> T
         scheme=scheme,
         bias=a.w13_bias,
         out=workspace.carve(a.workspace2, (S, N), dtype),
-        batch_invariant=a.batch_invariant,
+        batch_invariant=a.options.batch_invariant,
     )
     hidden = workspace.carve(a.workspace13, (S, N // 2 if act.gated else N), dtype)
-    _activate(gate_up, act, hidden, a.batch_invariant)
+    _activate(gate_up, act, hidden, a.options.batch_invariant)
     return hidden
 
 
@@ -292,7 +292,7 @@ def _experts_of_rows(a: BatchedExpertsArgs) -> Tensor:
 def _batched_hidden(a: BatchedExpertsArgs, amax_of_x: Tensor | None) -> Tensor:
     """The activation's output h (E, T, I)."""
     x, (E, T), N = a.hidden_states, a.hidden_states.shape[:2], a.w13.shape[1]
-    act = activations.from_op(a.activation, a.alpha, a.beta, a.limit)
+    act = a.options.activation
     dtype, scheme = _compute_dtype(a.out.dtype, a.scheme), a.w13_scheme
     if (arrived := _arrived(a)) is not None:
         x = numerics.activation_values(arrived, scheme)
@@ -302,7 +302,7 @@ def _batched_hidden(a: BatchedExpertsArgs, amax_of_x: Tensor | None) -> Tensor:
     gate_up = workspace.carve(a.workspace13, (E, T, N), dtype)
     _batched_mm(a, "w13", scheme, x.to(dtype), gate_up)
     hidden = workspace.carve(a.workspace2, (E, T, N // 2 if act.gated else N), dtype)
-    _activate(gate_up.flatten(0, 1), act, hidden.flatten(0, 1), a.batch_invariant)
+    _activate(gate_up.flatten(0, 1), act, hidden.flatten(0, 1), a.options.batch_invariant)
     return hidden
 
 
@@ -322,7 +322,7 @@ def _batched_mm(
         if count <= 0:
             continue
         w = values(weight, e, scales, scheme, x.dtype)
-        if a.batch_invariant:
+        if a.options.batch_invariant:
             of_expert = None if bias is None else bias[e]
             product_of_rows(x[e, :count], w.t(), of_expert, out[e, :count])
         elif bias is None:
@@ -349,7 +349,7 @@ def _launch_grouped_linear(a: GroupedLinearArgs) -> None:
         scales=_scales(a, "weight", a.scheme),
         scheme=a.scheme,
         bias=a.bias,
-        batch_invariant=a.batch_invariant,
+        batch_invariant=a.options.batch_invariant,
     )
     a.out.copy_(y)
 

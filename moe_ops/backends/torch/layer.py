@@ -25,6 +25,7 @@ from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.backend import Shortcut
 from moe_ops.ops.call import ExpertsCall
 from moe_ops.ops.memory import EMPTY_STRIDED
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import (
     PER_BLOCK,
@@ -181,7 +182,7 @@ def form_of(a: ExpertsArgs) -> Form | None:
         out.is_cpu and out.is_contiguous() and a.hidden_states_scale is None,
         x.dtype,
         out.dtype,
-        (a.activation, a.alpha, a.beta, a.limit, a.router_weight_on_input, a.batch_invariant),
+        a.options,
         _facts(a.w13, a.w13_scale, a.w13_zero_point, a.w13_global_scale, a.w13_bias),
         _facts(a.w2, a.w2_scale, a.w2_zero_point, a.w2_global_scale, a.w2_bias),
         0 if a.expert_map is None else a.expert_map.shape[0],
@@ -191,12 +192,12 @@ def form_of(a: ExpertsArgs) -> Form | None:
 
 def decodes(problem: Problem, machine: Machine) -> bool:
     """Whether the kernels run calls with quantized weights, by all that a problem says."""
-    p, columns = problem, (problem.hidden_size, problem.intermediate_size)
+    p, of, columns = problem, problem.options, (problem.hidden_size, problem.intermediate_size)
     return (
         (machine.device_type, p.kind, p.dtype) == ("cpu", "experts", torch.bfloat16)
-        and not (p.quantized_input or p.needs_grad or p.router_weight_on_input or p.layout)
-        and p.activation is not None
-        and p.activation.name in ACTIVATIONS
+        and not (p.quantized_input or of.needs_grad or of.router_weight_on_input or p.layout)
+        and of.activation is not None
+        and of.activation.name in ACTIVATIONS
         and all([n > 0 and n % COLUMNS == 0 for n in columns])
         and bool(p.scheme and _decoder(p.scheme))
         and kernels() is not None
@@ -204,7 +205,7 @@ def decodes(problem: Problem, machine: Machine) -> bool:
 
 
 def _few_bf16(a: ExpertsArgs) -> bool:
-    if a.batch_invariant:  # one path for however many rows: that of grouped products
+    if a.options.batch_invariant:  # one path for however many rows: that of grouped products
         return False
     if not a.w13.dtype == a.w2.dtype == torch.bfloat16:
         return False
@@ -251,20 +252,20 @@ def _form(
     plain: bool,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
-    options: tuple,
+    options: Options,
     w13: _Facts,
     w2: _Facts,
     mapped: int,
     of_router: tuple[torch.dtype, torch.dtype],
 ) -> Form | None:
     ids, weights = of_router
-    activation, alpha, beta, limit, router_weight_on_input, batch_invariant = options
+    activation = options.activation
     decoder, (E, K, _) = _decoder(scheme), w2.shape
     I = w2.shape[2] * (2 if w2.dtype == torch.uint8 else 1)  # noqa: E741
     if (
         not (plain and dtype == torch.bfloat16 and out_dtype in (dtype, torch.float32))
-        or router_weight_on_input
-        or activation not in ACTIVATIONS
+        or options.router_weight_on_input
+        or activation.name not in ACTIVATIONS
         or decoder == ""
         or ids not in (torch.int32, torch.int64)
         or not all([_readable(weight) for weight in (w13, w2)])
@@ -277,10 +278,10 @@ def _form(
     experts = Experts(
         **{"E": E, "mapped": mapped, "K": K, "I": I},
         **{"w13": _matrix(w13, groups), "w2": _matrix(w2, groups)},
-        **{"scheme": _DECODERS.index(decoder), "activation": ACTIVATIONS[activation]},
-        **{"interleaved": activation == "swigluoai", "powers": _powers_of_two(scheme)},
-        **{"batch_invariant": batch_invariant, "wide": out_dtype != dtype},
-        **{"alpha": alpha, "beta": beta, "limit": limit},
+        **{"scheme": _DECODERS.index(decoder), "activation": ACTIVATIONS[activation.name]},
+        **{"interleaved": activation.interleaved, "powers": _powers_of_two(scheme)},
+        **{"batch_invariant": options.batch_invariant, "wide": out_dtype != dtype},
+        **{name: getattr(activation, name) for name in ("alpha", "beta", "limit")},
         **{"ids_bytes": ids.itemsize, "weights_type": _TYPES.get(weights, 2)},
     )
     library = kernels()
@@ -335,7 +336,7 @@ def shortcut(a: ExpertsArgs) -> Shortcut | None:
     others = [t for t in (*_scales(a), expert_map) if t is not None]
     if not all([t.stride(1) == 1 for t in _rows(a)] + [t.is_contiguous() for t in others]):
         return None
-    K, dtype, most = a.out.shape[1], a.out.dtype, a.chunk_rows or sys.maxsize
+    K, dtype, most = a.out.shape[1], a.out.dtype, a.options.chunk_rows or sys.maxsize
     if not a.scheme:
         most = min(most, _most_pairs_of_bf16(a.w13.shape[0]) // a.topk_ids.shape[1])
     tensors = (a.out, *tuple(a)[_FIRST : _MAP + 1])

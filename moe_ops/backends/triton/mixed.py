@@ -92,18 +92,18 @@ def experts(a: ExpertsArgs) -> None:
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     layer = Layer(M * top_k, w2.E, K, w2.K, gpu, top_k, a.global_experts)
-    if a.batch_invariant and runs_wgmma(a, w13, w2, dtype, rounding):
+    if a.options.batch_invariant and runs_wgmma(a, w13, w2, dtype, rounding):
         one = configs.in_segments(w13, w2, top_k) if rounding is None else None
         w13, w2 = one or (w13, w2)
         if one and M == 1 and sm90_mma().why_not(x, w13, w2, top_k) is None:
             config = choose.token_of_any_batch(top_k, w13.segments, w2.segments)
         else:
             config = choose.wgmma_for_any_batch(layer, w13, w2)
-    elif a.batch_invariant:
+    elif a.options.batch_invariant:
         config = choose.for_any_batch(layer, w2.format.bits, dtype, False)
     else:
         config = _config(a, layer, w13, w2, dtype, rounding)
-    activation = activated(a.activation, a.alpha, a.beta, a.limit)
+    activation = activated(a.options.activation)
     if config.kernel == GEMV:
         return run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
     if config.kernel == SM90_MMA:
@@ -117,16 +117,16 @@ def experts(a: ExpertsArgs) -> None:
         if w2.wgmma_format.x_bits == 8:
             in_e4m3 = configs.multiplies_e4m3(config, w2, split_k, layer.rows, gpu)
             # under batch_invariant all in bf16: bits of products in e4m3 differ from theirs
-            if a.batch_invariant or not in_e4m3:
+            if a.options.batch_invariant or not in_e4m3:
                 w13, w2 = w13.in_16_bits(), w2.in_16_bits()
-        elif configs.scales_sums(config) and not a.batch_invariant:
+        elif configs.scales_sums(config) and not a.options.batch_invariant:
             w13, w2 = w13.scaling_sums(), w2.scaling_sums()
         for part in chunks(a):
             operands = (w13, w2, activation, rounding, config, gpu)
             run(wgmma_launches(part, *operands, split_k), device, gpu)
         return
     operands = (w13, w2, activation, rounding, config, gpu)
-    if not 0 < a.chunk_rows < M:
+    if not 0 < a.options.chunk_rows < M:
         return run(_mma_launches(a, *operands), device, gpu)
     parts, behind = chunks(a), None
     if rounding is not None and rounding.SCALE == "nv":
@@ -156,7 +156,7 @@ def runs_packed(
     """Whether the kernels of mixed_gemm/sm90_packed.py can run a layer."""
     if not configs.on_sm90(a.hidden_states.get_device()) or rounding is not None:
         return False
-    if a.layout or a.exchange or a.router_weight_on_input or w2.E >= MAX_EXPERTS:
+    if a.layout or a.options.exchange or a.options.router_weight_on_input or w2.E >= MAX_EXPERTS:
         return False
     if (a.workspace13.data_ptr() | a.workspace2.data_ptr()) % 16:  # TMA reads rows there
         return False
@@ -223,7 +223,7 @@ def _mma_launches(
     blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
     weights, valid = router_weights(a.topk_weights), valid_pairs(a, routing)
-    on_input, weighted = valid.topk_weights, not a.router_weight_on_input
+    on_input, weighted = valid.topk_weights, not a.options.router_weight_on_input
     y = flat(a.workspace2, torch.float32, pairs * K)
     launches: list[Launch] = []
     if not config.direct:
@@ -245,7 +245,7 @@ def _mma_launches(
         *h.launches,
         sm80_mma.gemm2(Output(y, 0, K, 1), h.read, w2, routing, config.gemm2, block_m, gpu),
     )
-    if a.exchange:
+    if a.options.exchange:
         return [*launches, sum_ranks(a, y, None)]
     launches.append(combine(a.out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks))
     return launches
@@ -269,7 +269,7 @@ def wgmma_launches(
     blocks = pairs if unsorted else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, False)
     weights = router_weights(a.topk_weights)
-    weighted = not a.router_weight_on_input
+    weighted = not a.options.router_weight_on_input
     on_input = before = NO_ROUTER_WEIGHTS if weighted else weights
     x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
     dtype, x_scale, I = x.data.dtype, None, w2.padded_k  # noqa: E741
@@ -289,7 +289,7 @@ def wgmma_launches(
     permuted = flat(a.workspace2, dtype, pairs * configs.padded(K) * 2 // dtype.itemsize)
     # Rounded where a program has all of a sum: half the bytes to write and read. On an H100 layers
     # of Qwen3 in int4 took 1 % less at M = 64, 5 % at 1024, of Mixtral 1 % at 64, at 256 the same.
-    rounds = split_k == 1 and (a.batch_invariant or a.out.dtype == torch.bfloat16)
+    rounds = split_k == 1 and (a.options.batch_invariant or a.out.dtype == torch.bfloat16)
     rounds = rounds and a.dtype == torch.bfloat16  # fp16 holds no sum above 65504
     y = flat(a.workspace2, torch.bfloat16 if rounds else torch.float32, split_k * pairs * K)
     g1, g2 = config.gemm1, config.gemm2
@@ -311,7 +311,7 @@ def wgmma_launches(
         *h.launches,
         kernels.gemm2(y, h.read.data, w2, of_pairs, g2, block_m, split_k, gpu, h.read.scale),
     )
-    if a.exchange:
+    if a.options.exchange:
         return [*launches, sum_ranks(a, y, None, split_k)]
     last = combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks)
     return [*launches, last]
@@ -350,7 +350,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     _, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
-    of_rows = choose.for_any_batch if a.batch_invariant else choose.choose
+    of_rows = choose.for_any_batch if a.options.batch_invariant else choose.choose
     config = of_rows(Layer(E * T, E, K, w2.K, gpu), w2.format.bits, dtype, False)
     parts, behind = batched_chunks(a), None
     if rounding is not None and rounding.SCALE == "nv":
@@ -379,7 +379,7 @@ def _batched_launches(
     routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
     valid = counted("batched", counts)
     more, rows, h = _rounded(a, rounding, E * T, T, K, E * T, I, valid, gpu, shared)
-    activation = activated(a.activation, a.alpha, a.beta, a.limit)
+    activation = activated(a.options.activation)
     out = Output(*batches_of(a.out)[:4])
     launches = [
         group_blocks(routing, counts, E * T, T, block_m, gpu),
@@ -407,7 +407,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w = operand_of("weight", a.weight, scales, a.bias, a.scheme, gpu)
     K, rounding = w.K, rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
-    of_rows = choose.for_any_batch if a.batch_invariant else choose.choose
+    of_rows = choose.for_any_batch if a.options.batch_invariant else choose.choose
     config = of_rows(Layer(S, w.E, K, K, gpu), w.format.bits, dtype, False)
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.

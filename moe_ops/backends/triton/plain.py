@@ -63,25 +63,25 @@ def experts(a: ExpertsArgs) -> None:
     gpu = launch.gpu(device)
     w13 = weight_of("w13", a.w13, a.w13_scale, a.scheme, dtype, gpu)
     w2 = weight_of("w2", a.w2, a.w2_scale, a.scheme, dtype, gpu)
-    activation = activated(a.activation, a.alpha, a.beta, a.limit)
+    activation = activated(a.options.activation)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     pairs, scales = M * top_k, (w_scale, x_scale)
     layer = Layer(pairs, E, K, I, gpu, top_k, a.global_experts)
-    if a.batch_invariant and not same_bits_in_all_tiles(dtype, device):
+    if a.options.batch_invariant and not same_bits_in_all_tiles(dtype, device):
         config = for_any_batch(layer, dtype.itemsize, False, *scales, activation.GATED)
     else:
         tma = pairs >= LARGE_ROWS * a.global_experts
         tma = tma and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
-        one_token = M == 1 and not a.batch_invariant  # gemv.py sums in another order
+        one_token = M == 1 and not a.options.batch_invariant  # gemv.py sums in another order
         one_token = one_token and gemv.why_not(w13, w2, top_k, scaling) is None
-        kernels = (activation.GATED, tma, one_token, a.batch_invariant)
+        kernels = (activation.GATED, tma, one_token, a.options.batch_invariant)
         config = for_experts(layer, dtype, a.scheme, scales, *kernels)
     if config.kernel == GEMV:
         rows = input_of(x, a.hidden_states_scale, a.scheme, gpu.native)
         return run(gemv.launches(a, rows, w13, w2, activation, scaling, config, gpu), device, gpu)
     operands = (w13, w2, activation, scaling, config, gpu)
-    if not 0 < a.chunk_rows < M:
+    if not 0 < a.options.chunk_rows < M:
         return run(_launches(a, *operands), device, gpu)
     parts = chunks(a)
     behind = parts[0].topk_ids.numel() * K if x_scale == "tensor" else None
@@ -113,7 +113,7 @@ def _launches(
     sort = None if config.direct else sort_into(block_m, pairs, E, config.sort_chunk)
     h, h_scale = hidden(a.workspace13, pairs, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     # rounded, under `batch_invariant`, as `cutlass` rounds it
-    y = flat(a.workspace2, dtype if a.batch_invariant else torch.float32, pairs * K)
+    y = flat(a.workspace2, dtype if a.options.batch_invariant else torch.float32, pairs * K)
     launches: list[Launch]
     if shared is not None:
         h = h._replace(scale=shared.h)
@@ -145,9 +145,9 @@ def _launches(
         )  # fmt: skip
     if gemm1_alone:
         return launches[:-1]
-    if a.exchange:
+    if a.options.exchange:
         return [*launches, sum_ranks(a, y, None)]
-    weighted = not a.router_weight_on_input
+    weighted = not a.options.router_weight_on_input
     launches.append(combine(out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks))
     return launches
 
@@ -169,11 +169,11 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
         return
     dtype, I, device = a.out.dtype, a.w2.shape[2], a.hidden_states.get_device()  # noqa: E741
     gpu = launch.gpu(device)
-    activation = activated(a.activation, a.alpha, a.beta, a.limit)
+    activation = activated(a.options.activation)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     facts = (dtype.itemsize, False, w_scale, x_scale, activation.GATED)
-    one_config = a.batch_invariant and not same_bits_in_all_tiles(dtype, device)
+    one_config = a.options.batch_invariant and not same_bits_in_all_tiles(dtype, device)
     config = (for_any_batch if one_config else choose)(Layer(E * T, E, K, I, gpu), *facts)
     run_in_chunks(
         a,
@@ -238,7 +238,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w = weight_of("weight", a.weight, a.weight_scale, a.scheme, out.dtype, gpu)
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
-    one_config = a.batch_invariant and not same_bits_in_all_tiles(out.dtype, device)
+    one_config = a.options.batch_invariant and not same_bits_in_all_tiles(out.dtype, device)
     config = (for_any_batch if one_config else choose)(
         Layer(S, E, K, K, gpu), out.dtype.itemsize, False, w_scale, x_scale, False
     )

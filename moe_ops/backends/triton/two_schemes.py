@@ -54,7 +54,7 @@ def experts(a: ExpertsArgs) -> None:
     device = a.hidden_states.get_device()
     gpu = launch.gpu(device)
     w13, w2 = _weights(a, gpu)
-    activation = activated(a.activation, a.alpha, a.beta, a.limit)
+    activation = activated(a.options.activation)
     config = _config(a, w13, w2, activation, gpu)
     if isinstance(w13, MixedOperand) and isinstance(w2, MixedOperand):
         if config.kernel == GEMV:
@@ -82,7 +82,7 @@ def _config(
     bits, chunk = (_bits(w13), _bits(w2)), sort_chunk(M * top_k)
     layer = Layer(M * top_k, E, K, I, gpu, top_k, a.global_experts)
     wgmma = direct = False
-    if a.batch_invariant:
+    if a.options.batch_invariant:
         layer = layer.with_rows(ROWS_OF_ANY_BATCH * E)
     elif isinstance(w13, MixedOperand) and isinstance(w2, MixedOperand):
         if M == 1 and gemv.why_not_one(w13) is gemv.why_not_one(w2) is None:
@@ -118,7 +118,7 @@ def _launches(
     blocks = pairs if config.direct else mixed.num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
     weights = router_weights(a.topk_weights)
-    weighted = not a.router_weight_on_input
+    weighted = not a.options.router_weight_on_input
     on_input = NO_ROUTER_WEIGHTS if weighted else weights
     h = Input(flat(a.workspace13, x.dtype, pairs * I), 0, I, 1)
     y = flat(a.workspace2, torch.float32, pairs * K)
@@ -151,7 +151,7 @@ def _launches(
     else:
         second = (w2, a.w2_bias, routing, config.gemm2, block_m, gpu)
         launches.append(_gemm2(Output(y, 0, K, 1), h, *second))
-    if a.exchange:
+    if a.options.exchange:
         return [*launches, sum_ranks(a, y, None, split_k)]
     last = combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks)
     return [*launches, last]
@@ -164,8 +164,8 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
         return
     gpu = launch.gpu(x.get_device())
     w13, w2 = _weights(a, gpu)
-    activation = activated(a.activation, a.alpha, a.beta, a.limit)
-    rows = (ROWS_OF_ANY_BATCH if a.batch_invariant else T) * E
+    activation = activated(a.options.activation)
+    rows = (ROWS_OF_ANY_BATCH if a.options.batch_invariant else T) * E
     bits, layer = (_bits(w13), _bits(w2)), Layer(rows, E, K, _columns(w2), gpu)
     how = (activation.GATED, False, False, sort_chunk(E * T))
     config = choose.of_two_formats(layer, bits, x.dtype, *how)

@@ -891,7 +891,7 @@ def sum_ranks(a: ExpertsArgs, y: Tensor, rows: Tensor | None, split_k: int = 1) 
     pairs, added up over ranks.
     """
     exchange = opened(a)
-    weights = None if a.router_weight_on_input else a.topk_weights
+    weights = None if a.options.router_weight_on_input else a.topk_weights
     pairs = pairs_of(a.topk_ids, a.expert_map, a.w2.shape[0], rows, weights, split_k)
     out = a.out[: exchange.mailbox.layout.max_num_tokens]
     return push_sums(out, y, exchange.mailbox, exchange.spins, pairs=pairs)

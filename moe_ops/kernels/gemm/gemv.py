@@ -577,7 +577,7 @@ def launches(
     (E, K, I), top_k = w2.data.shape, ids.shape[1]  # noqa: E741
     h = flat(a.workspace13, torch.float32 if scaling.X_SCALE else x.data.dtype, top_k * I)
     on_input, on_output = route_token(ids, a.expert_map, a.topk_weights, E)
-    if a.router_weight_on_input:
+    if a.options.router_weight_on_input:
         on_input, on_output = on_output, on_input
     one, two = config.gemm1, config.gemm2
     weight, strides = _weight(w13, a.w13_bias)

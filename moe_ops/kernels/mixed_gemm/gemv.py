@@ -433,7 +433,7 @@ def launches(
     top_k = ids.shape[1]
     h = flat(a.workspace13, x.dtype, top_k * I)
     on_input, on_output = route_token(ids, a.expert_map, a.topk_weights, E)
-    if a.router_weight_on_input:
+    if a.options.router_weight_on_input:
         on_input, on_output = on_output, on_input
     first, second = config.gemm1, config.gemm2
     args1 = Gemm1(

@@ -1006,7 +1006,7 @@ def launches(
     slots = token_slots(top_k)
     h = flat(a.workspace13, x.dtype, top_k * I)
     on_input, on_output = route_token(ids, a.expert_map, a.topk_weights, E)
-    if a.router_weight_on_input:
+    if a.options.router_weight_on_input:
         on_input, on_output = on_output, on_input
     first, second = _tile_of(w13, config.gemm1), _tile_of(w2, config.gemm2)
     pointers, strides = _scales(w13)
@@ -1035,7 +1035,7 @@ def launches(
         out_stride_n=out.stride(1),
         row_strides=RowStrides(*w2.stride[:2]),
         strides=strides,
-        token=TokenSum(top_k, slots, a.num_blocks, a.batch_invariant),
+        token=TokenSum(top_k, slots, a.num_blocks, a.options.batch_invariant),
         decoding=_decoding(w2),
         tile=second,
         PDL=gpu.pdl,

@@ -355,5 +355,5 @@ def push_own_rows(a: ExpertsArgs, y: Operand, layout: Layout, gpu: Gpu) -> Launc
         return None
     sent, top_k = opened(a), a.topk_ids.shape[1]
     x = a.hidden_states.contiguous()
-    packed = sends_quantized(a.exchange)
+    packed = sends_quantized(a.options.exchange)
     return push_scatter(y, x, layout, top_k, sent.arrivals, sent.spins, gpu, packed)

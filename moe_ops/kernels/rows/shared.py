@@ -28,5 +28,7 @@ def amax_of(a: ExpertsArgs | BatchedExpertsArgs, shared: Shared, gpu: Gpu) -> La
 
 def valid_pairs(a: ExpertsArgs, routing: Routing) -> Valid:
     """The rows of x that a local expert takes, and the router weights that scale the input."""
-    on_input = router_weights(a.topk_weights) if a.router_weight_on_input else NO_ROUTER_WEIGHTS
+    on_input = (
+        router_weights(a.topk_weights) if a.options.router_weight_on_input else NO_ROUTER_WEIGHTS
+    )
     return Valid("pairs", routing, on_input)

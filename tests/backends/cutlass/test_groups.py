@@ -244,7 +244,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("powers", (False, True))
 def test_activated(device, rows, I, K, options, powers):  # noqa: E741
     activation, of_bias, _ = options
-    of = activated(activation.name, activation.alpha, activation.beta, activation.limit)
+    of = activated(activation)
     ends, experts = layout(rows, device)
     E, S = len(rows), len(experts)
     weight = scaled((E, 2 * I, K), (E, blocks(2 * I), blocks(K)), device)

@@ -11,6 +11,7 @@ from moe_ops.activations import Activation
 from moe_ops.backends.cutlass import backend, library
 from moe_ops.backends.cutlass.schemes import one_scale
 from moe_ops.csrc import build
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import plan as plans
 
@@ -24,7 +25,7 @@ LAYER = Problem(
     4,
     torch.bfloat16,
     "fp8_channel",
-    activation=Activation("silu"),
+    options=Options(Activation("silu")),
 )
 
 
@@ -49,9 +50,9 @@ def test_auto_takes_it_for_many_rows(built, scheme):
     """16 rows an expert are 256 tokens of 64 experts and top-4."""
     built(True)
     run = not one_scale(scheme)  # the others were not run on hardware
-    problem = dataclasses.replace(LAYER, scheme=scheme)
+    problem = LAYER.replace(scheme=scheme)
     assert names(problem) == ([(255, "triton"), (-1, "cutlass")] if run else [(-1, "triton")])
-    batches = dataclasses.replace(problem, kind="batched_experts", top_k=0)
+    batches = problem.replace(kind="batched_experts", top_k=0)
     assert names(batches) == [(-1, "triton")]
 
 
@@ -59,9 +60,9 @@ def test_auto_takes_it_for_many_rows(built, scheme):
 def test_auto_takes_it_for_more_rows_of_blocks_and_of_plain_weights(built, scheme, rows):
     """deep_gemm, which comes before it, does not take 192 columns."""
     built(True)
-    layer = dataclasses.replace(LAYER, scheme=scheme, hidden_size=192, dtype=torch.bfloat16)
+    layer = LAYER.replace(scheme=scheme, hidden_size=192, dtype=torch.bfloat16)
     assert names(layer) == [(16 * rows - 1, "triton"), (-1, "cutlass")]
-    parallel = dataclasses.replace(layer, mapped_experts=2 * layer.num_experts)
+    parallel = layer.replace(mapped_experts=2 * layer.num_experts)
     assert names(parallel) == [(32 * rows - 1, "triton"), (-1, "cutlass")]
 
 
@@ -72,7 +73,7 @@ def test_auto_leaves_large_experts_to_deep_gemm(built, size, rows):
     layer = dataclasses.replace(
         LAYER, scheme="fp8_block", hidden_size=4096, intermediate_size=size // 4096
     )
-    layer = dataclasses.replace(layer, num_rows=2 * layer.intermediate_size)
+    layer = layer.replace(num_rows=2 * layer.intermediate_size)
     assert names(layer) == [(16 * 24 - 1, "triton"), (-1, "cutlass")]
     both = dataclasses.replace(H200, available=(*H200.available, "deep_gemm"))
     end = [(-1, "cutlass")] if rows is None else [(16 * rows - 1, "cutlass"), (-1, "deep_gemm")]
@@ -82,9 +83,9 @@ def test_auto_leaves_large_experts_to_deep_gemm(built, size, rows):
 def test_auto_leaves_out_what_was_not_measured(built):
     """Natural int4 weights stay with triton. No other backend takes those that were prepared."""
     built(True)
-    int4 = dataclasses.replace(LAYER, scheme="int4_w4a8")
+    int4 = LAYER.replace(scheme="int4_w4a8")
     assert names(int4) == [(-1, "triton")]
-    assert names(dataclasses.replace(int4, layout="cutlass_int4")) == [(-1, "cutlass")]
+    assert names(int4.replace(layout="cutlass_int4")) == [(-1, "cutlass")]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_auto_leaves_out_what_was_not_measured(built):
 def test_what_int4_needs(changes, capability, reason):
     int4 = {"scheme": "int4_w4a8", "layout": "cutlass_int4", **changes}
     machine = dataclasses.replace(H200, capability=capability)
-    reasons = backend.supports(dataclasses.replace(LAYER, **int4), machine)
+    reasons = backend.supports(LAYER.replace(**int4), machine)
     assert len(reasons) == bool(reason)
     if reason:
         with pytest.raises(ValueError, match=reason):
@@ -154,5 +155,5 @@ def test_auto_leaves_out_what_does_not_load(built, monkeypatch):
 
 def test_under_expert_parallelism_more_tokens_are_asked_for(built):
     built(True)
-    problem = dataclasses.replace(LAYER, mapped_experts=2 * LAYER.num_experts)
+    problem = LAYER.replace(mapped_experts=2 * LAYER.num_experts)
     assert names(problem) == [(511, "triton"), (-1, "cutlass")]

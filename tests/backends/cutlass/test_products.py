@@ -156,7 +156,7 @@ ADAPTED = {
 @pytest.mark.parametrize("options", (ACTIVATED | ADAPTED).values(), ids=ACTIVATED | ADAPTED)
 def test_activated(device, rows, I, K, options):  # noqa: E741
     activation, of_bias, keeps, *ranks = options
-    of = activated(activation.name, activation.alpha, activation.beta, activation.limit)
+    of = activated(activation)
     ends, experts = layout(rows, device)
     E, S = len(rows), len(experts)
     w = torch.randn(E, 2 * I, K, device=device, dtype=BF16) / K**0.5

@@ -34,6 +34,7 @@ from moe_ops.kernels.rows import scatter as scatter_module
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0
 from moe_ops.numerics import quantize_activation
 from moe_ops.ops import relayout
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import machine as machines
 from tests.backends.deep_gemm.test_layer import PLACES, forget, rounded_first_product
@@ -320,7 +321,9 @@ GPUS = {
     for major in (8, 9, 10, 12)
 }
 PROBLEM = Problem(
-    "experts", 4, 256, 128, 256, 2, BF16, activation=Activation("silu"), layout=DEEP_GEMM_UE8M0
+    *("experts", 4, 256, 128, 256, 2, BF16),
+    layout=DEEP_GEMM_UE8M0,
+    options=Options(Activation("silu")),
 )
 PREPARE = "laid out for it: call moe_ops.prepare"
 
@@ -360,7 +363,7 @@ def test_which_gpus(scheme, layout_, majors):
 ])  # fmt: skip
 def test_reasons(major, scheme, changes, reason):
     backend = backend_module.FP4 if scheme.startswith("mxfp4") else backend_module.BACKEND
-    problem = dataclasses.replace(PROBLEM, scheme=scheme, **changes)
+    problem = PROBLEM.replace(scheme=scheme, **changes)
     assert any(reason in given for given in backend.supports(problem, GPUS[major]))
 
 

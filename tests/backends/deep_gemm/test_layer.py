@@ -22,6 +22,7 @@ from moe_ops.kernels import launch
 from moe_ops.kernels.place import layout as layouts
 from moe_ops.meta.workspace import padded_rows
 from moe_ops.numerics import quantize_activation
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.pipeline import layer as pipeline
 from moe_ops.planning import bind
@@ -284,7 +285,9 @@ def test_batched(device, scheme, T, strided, monkeypatch):
 
 
 H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("deep_gemm",))
-PROBLEM = Problem("experts", 4, 256, 128, 256, 2, BF16, "fp8_block", activation=Activation("silu"))
+PROBLEM = Problem(
+    *("experts", 4, 256, 128, 256, 2, BF16, "fp8_block"), options=Options(Activation("silu"))
+)
 
 
 def test_supports_its_problems():
@@ -308,7 +311,7 @@ def test_supports_its_problems():
     ],
 )  # fmt: skip
 def test_reasons(changes, reason):
-    assert backend.supports(dataclasses.replace(PROBLEM, **changes), H200) == [reason]
+    assert backend.supports(PROBLEM.replace(**changes), H200) == [reason]
 
 
 def test_a_missing_library_is_named(monkeypatch):

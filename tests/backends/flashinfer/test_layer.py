@@ -105,7 +105,6 @@ def launch(
         problem_of(case), contiguous_weights=True, quantized_input=quantized
     )
     assert backend_module.supports(problem, machine_of(case.scheme)) == []
-    act = problem.activation
     buffers = [torch.empty(x.shape, dtype=x.dtype)]
     buffers += [
         torch.empty(b.shape, dtype=b.dtype)
@@ -134,14 +133,7 @@ def launch(
         expert_map=case.options.get("expert_map"),
         scheme=problem.scheme,
         layout=problem.layout,
-        activation=act.name,
-        alpha=act.alpha,
-        beta=act.beta,
-        limit=act.limit,
-        router_weight_on_input=problem.router_weight_on_input,
-        deterministic=deterministic,
-        tiers="",
-        chunk_rows=chunk_rows,
+        options=problem.options._replace(atomic_sums=not deterministic, chunk_rows=chunk_rows),
     )
     stored = (args.w13, args.w2, args.hidden_states)
     bits = Bits(*[4 if t.dtype == torch.uint8 else 8 for t in stored])
@@ -242,7 +234,7 @@ def test_router_weights_on_what_arrives_are_refused():
     problem = dataclasses.replace(problem_of(case), quantized_input=True, contiguous_weights=True)
     (reason,) = backend_module.supports(problem, H200)
     assert "cannot multiply an input that arrives quantized by router weights" in reason
-    problem = dataclasses.replace(problem, router_weight_on_input=False)
+    problem = problem.replace(router_weight_on_input=False)
     assert backend_module.supports(problem, H200) == []
 
 
@@ -433,7 +425,7 @@ def test_candidates(counts, deterministic, expected):
 )
 def test_reasons(change, machine, reason):
     problem = problem_of(Case("cpu", BF16))
-    reasons = backend_module.supports(dataclasses.replace(problem, **change), machine)
+    reasons = backend_module.supports(problem.replace(**change), machine)
     assert any(reason in text for text in reasons), reasons
 
 

@@ -15,6 +15,7 @@ import torch
 
 from moe_ops import activations
 from moe_ops.backends.flashinfer import backend, binding, library
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 
 
@@ -79,7 +80,7 @@ def test_sources_say_what_the_module_takes():
 def test_another_order_of_weights_is_refused(monkeypatch):
     problem = Problem(
         "experts", 8, 256, 128, 256, 2, torch.bfloat16, "mxfp4_w4a16", "flashinfer_mixed:up_gate",
-        activations.resolve("silu"),
+        Options(activations.resolve("silu")),
     )  # fmt: skip
     h200 = Machine("cuda", (9, 0), "NVIDIA H200", ("flashinfer",))
     assert backend.supports(problem, h200) == []

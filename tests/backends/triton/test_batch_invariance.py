@@ -26,6 +26,7 @@ from moe_ops.kernels import launch
 from moe_ops.kernels.launch import Gpu
 from moe_ops.numerics.sums import add_by_tree
 from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine
 from moe_ops.parallel.placement import Placement, shard_experts
 from moe_ops.planning import machine as machines
@@ -396,9 +397,8 @@ def test_recording_calls_on_a_gpu_take_the_output_of_inference():
     x, router, ids = layer.tokens(5)
     activation = activations.resolve("silu")
     call = ExpertsCall(
-        *(x, *map(Weight, layer.whole), router, ids, None, None, None, activation),
-        *(False, True, True),
-        batch_invariant=True,
+        *(x, *map(Weight, layer.whole), router, ids, None, None, None),
+        Options(activation, needs_grad=True, batch_invariant=True),
     )
 
     def forward(call):
@@ -407,7 +407,8 @@ def test_recording_calls_on_a_gpu_take_the_output_of_inference():
     if not torch.cuda.is_available():
         out, h, _, index = forward(call)
         assert torch.equal(out, layer.run((x, router, ids)))
-        other, *kept = forward(call._replace(batch_invariant=False))
+        options = call.options._replace(batch_invariant=False)
+        other, *kept = forward(call._replace(options=options))
         assert not torch.equal(out, other)
         assert torch.equal(h, kept[0]) and torch.equal(index, kept[2])
     with fake_gpu(), torch.device("cuda"), torch.no_grad():
@@ -425,7 +426,7 @@ def test_recording_calls_on_a_gpu_take_the_output_of_inference():
                 w2=Weight(w2),
                 topk_weights=router,
                 topk_ids=ids,
-                out_dtype=dtype,
+                options=call.options._replace(out_dtype=dtype),
             )
             out, h, _ = training.forward(*training.op_values(traced, False))
             assert out.dtype == dtype and h.dtype == BF16 and out.device.type == "cuda"

@@ -22,6 +22,7 @@ from moe_ops.kernels.configs import SM90_WGMMA
 from moe_ops.kernels.launch import gpu
 from moe_ops.meta.scales import TRITON_E2M1, triton_e2m1_scale_shape
 from moe_ops.ops import relayout as relayout_module
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning.plan import plan
 
@@ -81,8 +82,8 @@ def test_prepared_only_where_its_kernels_run():
 
 def problem(**changes) -> Problem:
     act = moe_ops.Activation("silu")
-    sizes = ("experts", 4, 256, 128, 256, 2, BF16, "mxfp4_w4a16", TRITON_E2M1, act)
-    return dataclasses.replace(Problem(*sizes), **changes)
+    sizes = ("experts", 4, 256, 128, 256, 2, BF16, "mxfp4_w4a16", TRITON_E2M1, Options(act))
+    return Problem(*sizes).replace(**changes)
 
 
 HOPPER = Machine("cuda", (9, 0), "NVIDIA H200", ("triton",))

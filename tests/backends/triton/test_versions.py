@@ -11,6 +11,7 @@ import torch
 import moe_ops
 from moe_ops import environment
 from moe_ops.backends.triton import backend
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning.plan import plan
 from tests.support.paths import ROOT
@@ -21,8 +22,8 @@ BLACKWELL = dataclasses.replace(HOPPER, capability=(10, 0), gpu_name="NVIDIA B20
 
 def problem(scheme: str, **changes) -> Problem:
     act = moe_ops.Activation("silu")
-    sizes = ("experts", 4, 256, 128, 256, 2, torch.bfloat16, scheme, "", act)
-    return dataclasses.replace(Problem(*sizes), **changes)
+    sizes = ("experts", 4, 256, 128, 256, 2, torch.bfloat16, scheme, "", Options(act))
+    return Problem(*sizes).replace(**changes)
 
 
 @pytest.mark.parametrize(

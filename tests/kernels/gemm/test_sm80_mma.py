@@ -15,7 +15,7 @@ from moe_ops.activations import NAMES, Activation
 from moe_ops.choose import plain as configs
 from moe_ops.choose.table import Layer
 from moe_ops.kernels.launch import Gpu
-from moe_ops.ops.library import options_text
+from moe_ops.ops.options import Options, encode
 from moe_ops.ops.problem import Machine, Problem
 
 triton = pytest.importorskip("triton")
@@ -148,7 +148,7 @@ class Case:
             self.w13.shape[1],
             self.ids.shape[1],
             self.dtype,
-            activation=self.act,
+            options=Options(self.act),
         )
 
     def run(self, out=None, workspaces=None) -> torch.Tensor:
@@ -156,11 +156,10 @@ class Case:
         if workspaces is None:
             shapes = backend.workspace_shapes(self.x.shape[0], self.problem())
             workspaces = [poisoned(b.shape, b.dtype, self.device) for b in shapes]
-        act = self.act
-        options = ("", "", act.name, act.alpha, act.beta, act.limit, self.on_input, True, "", 0)
+        text = encode("", "", Options(self.act, self.on_input))
         backend.BACKEND.operators["experts"].op(
             *(out, *workspaces, self.x, self.w13, self.w2, self.weights, self.ids, []),
-            *(self.b13, self.b2, self.expert_map, options_text("experts", options)),
+            *(self.b13, self.b2, self.expert_map, text),
         )
         return out
 
@@ -388,11 +387,9 @@ def run_batched(c: Case, x, counts):
     shapes = backend.workspace_shapes(x.shape[1], problem)
     workspaces = [poisoned(b.shape, b.dtype, c.device) for b in shapes]
     out = poisoned(x.shape, c.dtype, c.device)
-    act = c.act
-    options = ("", "", act.name, act.alpha, act.beta, act.limit, "", 0)
     backend.BACKEND.operators["batched_experts"].op(
         *(out, *workspaces, x, c.w13, c.w2, counts, [], c.b13, c.b2),
-        options_text("batched_experts", options),
+        encode("", "", Options(c.act)),
     )
     return out
 
@@ -438,7 +435,7 @@ def run_grouped(x, weight, offsets, bias=None, out=None):
     out = poisoned((x.shape[0], N), x.dtype, x.device) if out is None else out
     backend.BACKEND.operators["grouped_linear"].op(
         *(out, *workspaces, x, weight, offsets, [], bias),
-        options_text("grouped_linear", ("", "", "")),
+        encode("", "", Options()),
     )
     return out
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from moe_ops.activations import NAMES, NO_LIMIT, Activation
+from moe_ops.activations import NAMES, Activation
 from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, tolerance
 
 triton = pytest.importorskip("triton")
@@ -245,7 +245,7 @@ def test_why_not(changes, reason):
         w13 = w13.mT.contiguous().mT
     scale = torch.empty(2, 1, 1) if scheme else None
     weights = [weight_of("w", w, scale, scheme, BF16, gpu) for w in (w13, w2)]
-    activation = activated(facts.get("activation", "silu"), 1.0, 0.0, NO_LIMIT)
+    activation = activated(Activation(facts.get("activation", "silu")))
     found = sm90_tma.why_not(*weights, activation, Scaling(*scales, False, True), gpu)
     assert found is None if reason is None else reason in found
 

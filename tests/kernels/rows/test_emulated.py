@@ -11,6 +11,7 @@ import torch
 import moe_ops
 from moe_ops import numerics
 from moe_ops.activations import Activation
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
@@ -39,7 +40,8 @@ def test_every_scheme_runs_and_says_whether_it_is_emulated():
     run = [name for name in SCHEMES if not name.endswith(":min")]  # `torch` runs minima
     assert set(run) == {"", *backend.BACKEND.takes.native_schemes, *EMULATED}
     for scheme in run:
-        problem = Problem("experts", 4, 128, 128, 256, 2, BF16, scheme, "", Activation("silu"))
+        silu = Options(Activation("silu"))
+        problem = Problem("experts", 4, 128, 128, 256, 2, BF16, scheme, "", silu)
         for backend_name in ("triton", "auto"):
             plan = plans.plan(problem, H200, backend_name)
             assert plan.tiers[0][1].name == "triton"
