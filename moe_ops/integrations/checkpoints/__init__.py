@@ -5,6 +5,7 @@ load through `moe_ops.integrations.transformers`, which uses the same code. Form
 docs/checkpoints.md.
 """
 
-from moe_ops.integrations.checkpoints.experts import Checkpoint, Weight
+from moe_ops.integrations.checkpoints.experts import Checkpoint
+from moe_ops.integrations.checkpoints.weights import Weight
 
 __all__ = ["Checkpoint", "Weight"]

@@ -42,9 +42,21 @@ class Format:
     tells: bool = False  # its tensors alone do: the configuration is in words of its own
     method: str = ""  # quant_method of its configurations, which do not say it
     methods: tuple[str, ...] = ()  # whose configurations can mean it
-    rows_first: bool = False  # a stack is (E, N, K) whatever the model has
+    # why a stack cannot be read for a model that keeps (E, K, N), of which the shapes do not tell
+    # whether columns come first; {} is its dtype
+    turned: str = ""
 
 
+_PLAIN = "; load the plain checkpoint with MoeOpsConfig(scheme)"
+_UNKNOWN = (
+    "must hold experts one by one, pairs of e2m1, or in ModelOpt's files e4m3 with a scale for "
+    "each expert or for all, got a stack of {} for a model that keeps columns before rows: of "
+    f"others nothing says which of the two the file has{_PLAIN}"
+)
+_GROUPS_OF_ROWS = (
+    "must not be a stack of ModelOpt's MXFP4 for a model that keeps columns before rows: its "
+    f"groups lie along the rows{_PLAIN}"
+)
 _MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
 _COMPRESSED = ("compressed-tensors", "auto-round")  # AutoRound's can be llm-compressor's files
 
@@ -119,6 +131,7 @@ FORMATS = (
         floats.convert_scale_inv,
         (torch.float8_e4m3fn, torch.int8),
         methods=("fp8",),
+        turned=_UNKNOWN,
     ),
     Format(
         "mxfp4 blocks",
@@ -169,6 +182,7 @@ FORMATS = (
         _convert_scaled,
         (torch.float8_e4m3fn, torch.int8),
         methods=("fp8", *_COMPRESSED, *_MODELOPT),
+        turned=_UNKNOWN,
     ),
     Format(
         "modelopt mxfp4",
@@ -178,6 +192,7 @@ FORMATS = (
         floats.convert_modelopt_mxfp4,
         (torch.uint8,),
         methods=_MODELOPT,
+        turned=_GROUPS_OF_ROWS,
     ),
     Format(
         "mlx",
@@ -187,7 +202,6 @@ FORMATS = (
         mlx.convert,
         (torch.uint32,),
         method="mlx",
-        rows_first=True,
     ),
     Format(
         "torchao",

@@ -69,6 +69,13 @@ class Stack:
         return places
 
 
+def join_rows(parts: list[Tensor], in_turn: bool) -> Tensor:
+    """The rows of an expert's projections, one after the other or in turn."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts, 1).flatten(0, 1) if in_turn else torch.cat(parts)
+
+
 def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
     """Copy tensors (C, ...) to their places, on the CPU by threads that take some experts each."""
     arrays = []

@@ -15,21 +15,22 @@ from transformers.modeling_utils import PreTrainedModel
 
 from moe_ops.integrations.checkpoints.common import FLOATS
 from moe_ops.integrations.checkpoints.configs import gate_and_up_are_halves
-from moe_ops.integrations.checkpoints.experts import (
-    BIAS,
-    BY_ROWS,
-    Checkpoint,
-    Source,
-    Weight,
-    add_tensor,
-    experts_of,
-    join_rows,
-    module_of,
-    scheme_for,
-)
+from moe_ops.integrations.checkpoints.experts import Checkpoint
 from moe_ops.integrations.checkpoints.formats import FACTORS, ROLES, why_refused
 from moe_ops.integrations.checkpoints.headers import Entry
 from moe_ops.integrations.checkpoints.json_files import parse_object
+from moe_ops.integrations.checkpoints.stacks import join_rows
+from moe_ops.integrations.checkpoints.weights import (
+    BIAS,
+    BY_ROWS,
+    Matrices,
+    Source,
+    Sources,
+    Weight,
+    add_tensor,
+    module_of,
+    scheme_for,
+)
 from moe_ops.integrations.transformers import conversions
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.layers import Layer
@@ -75,7 +76,7 @@ class Assignment:
         self.weights: dict[str, Weight] = {}
         self.stored: dict[str, Source] = {}
         self.matrices: dict[str, Source] = {}
-        self.biases: dict[str, tuple[tuple[Source, ...], ...]] = {}
+        self.biases: dict[str, Matrices] = {}
         self.ours: set[str] = set()
 
     def assign(self, transforms: list, table: conversions.Table) -> None:
@@ -255,14 +256,14 @@ class Assignment:
             return
         for tensor in [tensor for tensor, (_, role) in tensors.items() if role == BIAS]:
             self._check_zero(tensor, "experts")
-        matrices = {tensor: found for tensor, found in tensors.items() if found[1] != BIAS}
-        stacked, single = _by_expert(target, matrices, 1 + max(p for p, _ in tensors.values()))
-        self.checkpoint.share_scales(target, stacked, single)
+        matrices = {tensor: said for tensor, said in tensors.items() if said[1] != BIAS}
+        found = _sources(target, matrices, 1 + max(p for p, _ in tensors.values()))
+        found.share_scales(self.files.entries)
         layer, name = self.layers[target]
         parameter, expected = getattr(layer.owner, name), tuple(layer.natural_weight(name).shape)
         if sharding.is_sharded(parameter):
             expected = (parameter.shape[0], *expected[1:])
-        sources = experts_of(target, stacked, single)
+        sources = found.matrices()
         if layer.real is not None:
             sources = tuple(projection[: expected[0]] for projection in sources)
         columns_first = layer.columns_first(name)
@@ -271,12 +272,12 @@ class Assignment:
             sources,
             columns_first=columns_first,
             joined=expected[0] if parameter.dim() == 2 else 0,
-            in_turn=len(sources) > 1 and self._in_turn(target, any(stacked)),
+            in_turn=len(sources) > 1 and self._in_turn(target, any(found.stacked)),
         )
-        form, stack = weight.format, weight.stacked and columns_first
-        known = weight.columns_first or (form is not None and form.rows_first)
-        if form and stack and not known and "weight" in sources[0][0]:
-            _check_orientation(self.files.entries[sources[0][0]["weight"]], form.name)
+        refused = weight.format.turned if weight.format and columns_first else ""
+        if refused and weight.stacked and not weight.columns_first:
+            entry = self.files.entries[sources[0][0]["weight"]]
+            raise ValueError(f"{entry} {refused.format(entry.dtype)}")
         if weight.shape != expected:
             raise ValueError(
                 f"{target} must have shape {expected} as (experts, rows, columns), got "
@@ -294,7 +295,7 @@ class Assignment:
             layers.setdefault(target.rpartition(".")[0], []).append(target)
         for targets in layers.values():
             fp8 = [w for w in map(self.weights.get, targets) if w and w.scheme in BY_ROWS]
-            if not any(self.checkpoint.scales_differ(weight) for weight in fp8):
+            if not any(self.checkpoint.loader(weight).scales_differ() for weight in fp8):
                 continue
             for target in targets:
                 weight = self.weights[target]
@@ -322,10 +323,10 @@ class Assignment:
         """
         name = target.rpartition(".")[2].removesuffix("_bias")
         projections = conversions.projections_of(name)
-        stacked, single = _by_expert(target, tensors, len(projections))
-        sources = experts_of(target, stacked, single)
+        found = _sources(target, tensors, len(projections))
+        sources = found.matrices()
         E, rows = parameter.shape
-        batch = (E,) if any(stacked) else ()
+        batch = (E,) if any(found.stacked) else ()
         expected = (*batch, rows // len(sources))
         for source in (source for projection in sources for source in projection):
             entry = self.files.entries[source[BIAS]]
@@ -424,37 +425,12 @@ class Assignment:
         return quantized_bytes(scheme, local.shape, local.dtype) / layer.weight(name).numel()
 
 
-def _by_expert(
-    target: str, tensors: Tensors, count: int
-) -> tuple[list[Source], list[dict[int, Source]]]:
-    """The tensors of a parameter by projection, of which there are ``count``: those of stacks, and
-    those of experts one by one.
-    """
-    stacked: list[Source] = [{} for _ in range(count)]
-    single: list[dict[int, Source]] = [{} for _ in range(count)]
+def _sources(target: str, tensors: Tensors, count: int) -> Sources:
+    """The tensors of a parameter that is made of ``count`` projections."""
+    found = Sources(target, count)
     for tensor, (projection, role) in tensors.items():
-        number = conversions.expert_number(tensor)
-        own = single[projection]
-        source = stacked[projection] if number is None else own.setdefault(number, {})
-        add_tensor(source, role, tensor, target)
-    return stacked, single
-
-
-def _check_orientation(entry: Entry, form: str) -> None:
-    """Raise for a stack of which shapes cannot tell whether its columns come first."""
-    if form == "modelopt mxfp4":
-        raise ValueError(
-            f"{entry} must not be a stack of ModelOpt's MXFP4 for a model that keeps columns "
-            "before rows: its groups lie along the rows; load the plain checkpoint with "
-            "MoeOpsConfig(scheme)"
-        )
-    if entry.dtype != torch.uint8:
-        raise ValueError(
-            f"{entry} must hold experts one by one, pairs of e2m1, or in ModelOpt's files e4m3 "
-            f"with a scale for each expert or for all, got a stack of {entry.dtype} for a model "
-            "that keeps columns before rows: of others nothing says which of the two the file "
-            "has; load the plain checkpoint with MoeOpsConfig(scheme)"
-        )
+        found.add(projection, conversions.expert_number(tensor), role, tensor)
+    return found
 
 
 def _targets_of(target: str, pattern: str | None, converters: list) -> list[str]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from transformers import core_model_loading as loading
 
-from moe_ops.integrations.checkpoints.experts import BIAS, Checkpoint
+from moe_ops.integrations.checkpoints.experts import Checkpoint
 from moe_ops.integrations.checkpoints.formats import ALIASES, FACTORS, ROLES, format_of
+from moe_ops.integrations.checkpoints.weights import BIAS
 from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.tensors import ExpertTensor
 

@@ -13,8 +13,7 @@ from tests.support.writers import GPTQ, NVFP4, WRITERS, ChannelFP8
 
 files = pytest.importorskip("safetensors.torch")
 
-from moe_ops.integrations.checkpoints import Checkpoint, reading
-from moe_ops.integrations.checkpoints import experts as experts_of
+from moe_ops.integrations.checkpoints import Checkpoint, loading, reading
 from moe_ops.integrations.checkpoints.headers import Entry
 from moe_ops.integrations.checkpoints.packings import octets
 from moe_ops.integrations.checkpoints.reading import Piece, for_each
@@ -53,9 +52,9 @@ def bits(weight):
 @pytest.mark.parametrize("form", WRITERS)
 def test_many_experts_at_a_time_have_the_bits_of_one(form, threads, tmp_path, monkeypatch):
     checkpoint, found = write(tmp_path, WRITERS[form]), []
-    for count, beside in ((1, 1), (5, experts_of._BESIDE)):
+    for count, beside in ((1, 1), (5, loading._BESIDE)):
         threads(count)
-        monkeypatch.setattr(experts_of, "_BESIDE", beside)  # bytes: one expert at a time, or all
+        monkeypatch.setattr(loading, "_BESIDE", beside)  # bytes: one expert at a time, or all
         found += [
             checkpoint.expert_weight(PREFIX),
             checkpoint.expert_weight(PREFIX, ("down_proj",), expert_ids=range(1, E, 2)),
@@ -190,7 +189,7 @@ def test_few_experts_are_held_beside_the_weight(form, converted, threads, tmp_pa
         for name, entry in entries.items()
         if name.startswith(f"{PREFIX}.0.") and "down_proj" not in name
     )
-    monkeypatch.setattr(experts_of, "_BESIDE", 2 * whole)
+    monkeypatch.setattr(loading, "_BESIDE", 2 * whole)
     read, begun = reading.read_pieces, []
 
     def watched(pieces):
