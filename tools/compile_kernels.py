@@ -75,6 +75,11 @@ SHARED_MEMORY: dict[Arch, int] = {
     120: 99 * 1024,
     "gfx942": 64 * 1024,
 }
+# of an A100, A40, RTX 4090, H200, B200, RTX 5090 and MI300X
+MULTIPROCESSORS: dict[Arch, int] = {
+    **{80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170},
+    "gfx942": 304,
+}
 SHAPES = {  # E, top_k, K, I
     "qwen3": (128, 8, 2048, 768),
     "mixtral": (8, 2, 4096, 14336),
@@ -216,7 +221,7 @@ def gpu_of(arch: Arch, name: str = "") -> Gpu:
     """A GPU of this architecture; `name` finds the configs measured on it."""
     capability = machine_of(arch).capability
     native, pdl = capability >= launch.NATIVE_CAPABILITY, capability >= launch.PDL_CAPABILITY
-    return Gpu(SHARED_MEMORY[arch], native=native, pdl=pdl, name=name)
+    return Gpu(SHARED_MEMORY[arch], native, pdl, name, MULTIPROCESSORS[arch])
 
 
 class _Forgetful(dict):

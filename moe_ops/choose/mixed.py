@@ -12,7 +12,7 @@ import torch
 
 from moe_ops.choose import plain, rules
 from moe_ops.choose.candidates import fits_wgmma, fitted, mixed_gemv_k, token_depth
-from moe_ops.choose.rules import block_of, first, of_block, words
+from moe_ops.choose.rules import block_of, first, is_short, of_block, words
 from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Chosen, Layer, measured
 from moe_ops.kernels.configs import (
     GEMV,
@@ -97,8 +97,8 @@ def choose_wgmma(layer: Layer, bits: int, many: int = 0, scaling: str = "") -> L
         tiles=average < 1 and blocks * cdiv(I, 64) > 8 * each,
         long=min(K, I) >= 256,
         deep=average >= 1 and K % 128 > 0,
-        short2=_is_short(waves / 2),
-        short3=_is_short(waves / 3),
+        short2=is_short(waves / 2),
+        short3=is_short(waves / 3),
         full=2 * waves > 3,
         **{f"I>={least}": least <= I for least in (4096, 8192)},
     )
@@ -107,15 +107,10 @@ def choose_wgmma(layer: Layer, bits: int, many: int = 0, scaling: str = "") -> L
     together = 4 if block_m <= (8 if scaling == "sums" else 16) else 3  # on a multiprocessor
     if block_m > 32 or gemm2.num_warps == 8:
         together = 2
-    short = _is_short(blocks * cdiv(K, gemm2.block_n) / (together * each))
+    short = is_short(blocks * cdiv(K, gemm2.block_n) / (together * each))
     split_k = first(rules.WGMMA_SPLIT_K, held | _of_columns(I) | words(short=short))
     chunk = sort_chunk(layer.pairs)
     return LayerConfig(gemm1, gemm2, block_m, chunk, SM90_WGMMA, split_k=split_k)
-
-
-def _is_short(waves: float) -> bool:
-    """Whether tiles are a wave and a second one of at most half as many."""
-    return 1 < waves <= 1.5
 
 
 def _of_columns(columns: int) -> frozenset[str]:

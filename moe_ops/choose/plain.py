@@ -12,7 +12,7 @@ import torch
 from moe_ops import environment
 from moe_ops.choose import rules
 from moe_ops.choose.candidates import converted_bytes, fitted
-from moe_ops.choose.rules import block_of, first, of_block, words
+from moe_ops.choose.rules import block_of, first, is_short, of_block, words
 from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Chosen, Layer, measured
 from moe_ops.kernels.configs import GEMV, SM90_TMA, GemmConfig, LayerConfig, sort_chunk
 from moe_ops.kernels.rows.scales import FEW_ROWS
@@ -81,7 +81,11 @@ def _choose_quantized(
     few = few and average <= FEW_ROWS  # for more the workspace has no room for h in fp32
     h_in_fp32 = x_scale in ("row", "tensor") or by_group and (odd or few)
     quantize_x = by_row or by_group and not (odd and average <= FEW_ROWS)
-    block_m = 16 if direct else block_of(rules.QUANTIZED_BLOCKS, average)
+    groups = by_group and gated and not h_in_fp32
+    # GEMM2 has three tiles of 256 rows a multiprocessor
+    filled = gpu.has_tma and min(rows, experts) * cdiv(K, 256) >= 3 * each
+    blocks = rules.BLOCKS_OF_GROUPS if groups and filled else rules.QUANTIZED_BLOCKS
+    block_m = 16 if direct else block_of(blocks, average)
     if K % 128 or I % 128 or not gpu.has_tma:
         block_m = min(block_m, 32)
     held = of_block(block_m) | words(
@@ -89,12 +93,15 @@ def _choose_quantized(
         few=few,
         by_row=by_row,
         by_group=by_group,
-        groups=by_group and gated and not h_in_fp32,
+        groups=groups,
+        filled=filled,
+        dense=average > 6,
         two_waves=direct and gpu.has_tma and each < rows * cdiv(I, 128) <= 2 * each,
         one_wave=min(rows, experts) * K <= 64 * each,
         several=rows * K >= 256 * each,
         converts1=not quantize_x,
         converts2=h_in_fp32,
+        **{"K<=2048": K <= 2048},
     )
     gemm1 = GemmConfig(*first(rules.QUANTIZED_GEMM1, held))
     gemm2 = GemmConfig(*first(rules.QUANTIZED_GEMM2, held))
@@ -112,9 +119,11 @@ def _choose_quantized(
 
 def choose_tma(layer: Layer, quantized: bool, gated: bool) -> LayerConfig:
     """Config of the kernels of sm90_tma.py."""
-    block_m = block_of(rules.TMA_BLOCKS, layer.average)
-    facts = {"gated": gated, "many": layer.average >= 96, "8bit": quantized}
-    held = of_block(block_m) | words(**facts, **{"I<=1024": layer.I <= 1024})
+    average = layer.average
+    blocks = rules.TMA_BLOCKS_OF_8_BITS if quantized else rules.TMA_BLOCKS
+    block_m = block_of(blocks, average)
+    facts = {"gated": gated, "many": average >= 96, "full": average >= 512, "8bit": quantized}
+    held = of_block(block_m) | words(**facts, **{f"I<={n}": n >= layer.I for n in (1024, 2048)})
     return LayerConfig(
         GemmConfig(*first(rules.TMA_GEMM1, held)),
         GemmConfig(*first(rules.TMA_GEMM2, held)),
@@ -137,7 +146,9 @@ def choose_gemv(layer: Layer, quantized: bool, itemsize: int) -> LayerConfig:
         return GemmConfig(n, min(k, least), num_stages, num_warps)
 
     if quantized:
-        one = gemm(8, 512, 1, 4, layer.K)
+        # of twice as many rows where half of a second wave of programs would be empty
+        short = is_short(layer.top_k * cdiv(I, 8) / (8 * layer.gpu.multiprocessors))
+        one = gemm(16 if short else 8, 512, 1, 4, layer.K)
         two = gemm(8, 2048, 1, 4, I) if 1024 < I <= 2048 else gemm(8, 1024, 1, 8, I)
     else:
         k = 2048 // itemsize

@@ -2,8 +2,8 @@
 waves of programs, the use of the last one, bytes that are read and products, from the facts of a
 GPU.
 
-It orders configs of one kernel for one problem. Its times are no predictions: a table's measured
-configs go before.
+It orders configs of one kernel for one problem. Its cycles are no predictions: measured configs
+and rules go before, and a search measures what it puts first.
 """
 
 from __future__ import annotations
@@ -12,21 +12,36 @@ from functools import lru_cache
 from math import ceil, exp
 from typing import NamedTuple
 
-from moe_ops.choose.candidates import Gemm, blocks_held, tiles
-from moe_ops.kernels.configs import GemmConfig
+from moe_ops.choose.candidates import (
+    Gemm,
+    Space,
+    blocks_held,
+    blocks_of,
+    gemms_of,
+    layers,
+    tiles,
+)
+from moe_ops.choose.table import Layer
+from moe_ops.kernels.configs import GemmConfig, LayerConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.meta.workspace import cdiv
 
 
 class Rates(NamedTuple):
-    """What a multiprocessor of SM90 does at most, in cycles of its clock."""
+    """What a multiprocessor of SM90 does at most, in cycles of its clock, fitted to the timed
+    tiles of tests/fixtures/tiles_NVIDIA_H200.json.
+    """
 
-    bytes: float = 19.0  # from memory, with all multiprocessors reading
-    l2_bytes: float = 64.0  # from the L2 cache
-    products: float = 2048.0  # of 16 bits; of 8 bits twice as many
-    latency: float = 1700.0  # cycles from a request to memory until its bytes are there
-    start: float = 1000.0  # cycles of a program before its first product and after its last
-    launch: float = 4000.0  # cycles of a kernel before its first program and after its last
+    bytes: float = 19.5  # from memory, with all multiprocessors reading
+    l2_bytes: float = 120.0  # from the L2 cache
+    products: float = 1800.0  # of 16 bits; of 8 bits twice as many
+    scaled: float = 1.45  # as long take products whose sums are scaled step by step
+    operands: float = 44.0  # rows and columns whose loads take as long as a tile's products
+    latency: float = 1550.0  # from a request to memory until its bytes are there
+    empty: float = 1.6  # stages of a ring that are empty on average
+    start: float = 60.0  # of a program before its first product and after its last
+    step: float = 0.5  # of a K tile beside its loads and products
+    launch: float = 4600.0  # of a kernel before its first program and after its last
 
 
 RATES = Rates()
@@ -37,11 +52,9 @@ def expected_blocks(average: float, rows: int) -> float:
     """Expected blocks of `rows` rows that an expert has, if `average` rows come to it on average
     and experts are equally likely: the sum over n of the chance of more than n * rows (Poisson).
     """
-    if average > 40 * rows:
+    if average > 500:
         return average / rows + 0.5
-    total, chance, n = 0.0, exp(-average) if average < 700 else 0.0, 0
-    if not chance:
-        return average / rows + 0.5
+    total, chance, n = 0.0, exp(-average), 0
     below = chance  # the chance of at most n rows
     while 1 - below > 1e-9 or n < average:
         if n % rows == 0:
@@ -60,44 +73,45 @@ def waves(programs: float, held: int, gpu: Gpu) -> float:
     return whole + ceil(rest / gpu.multiprocessors) / held
 
 
-def gemm_cycles(
-    gemm: Gemm, config: GemmConfig, block_m: int, used_m: float, blocks: float, gpu: Gpu
-) -> float:
-    """Estimated cycles of a product.
-
-    Args:
-        gemm: its facts.
-        block_m: rows of x of a program.
-        used_m: those of them that are multiplied, on average.
-        blocks: expected blocks of rows, of all experts.
-    """
-    n, _, stages, _ = config
+def gemm_cycles(gemm: Gemm, config: GemmConfig, block_m: int, blocks: float, gpu: Gpu) -> float:
+    """Estimated cycles of a product with so many expected blocks of `block_m` rows of x."""
+    n, k, stages, _ = config
     held = blocks_held(gemm, config, block_m, gpu)
-    if not held:
-        return float("inf")
     programs = blocks * cdiv(gemm.rows, n)
     many = min(held, max(1, ceil(programs / gpu.multiprocessors)))
-    weight_bytes = n * gemm.columns * gemm.w_size
-    x_bytes = used_m * gemm.columns * gemm.x_size
-    products = n * used_m * gemm.columns / (2 if gemm.w_size == 1 else 1)
-    # With few bytes in flight the memory's latency is not hidden. A slot of the ring is empty for
-    # about half of the time.
-    in_flight = many * (stages - 1.5) * n * config.block_k * gemm.w_size
+    # with few bytes in flight the memory's latency is not hidden
+    in_flight = many * (stages - RATES.empty) * n * k * gemm.w_size
     rate = min(RATES.bytes, in_flight / RATES.latency)
-    read = many * weight_bytes / rate + many * x_bytes / RATES.l2_bytes
-    # a tensor core waits for operands of small tiles
-    multiplied = many * products / RATES.products * (1 + 24 / used_m + 16 / n)
-    alone = RATES.start + gemm.columns / config.block_k * 40
-    return RATES.launch + waves(programs, many, gpu) * (max(read, multiplied) + alone)
+    read = n * gemm.w_size / rate + block_m * gemm.x_size / RATES.l2_bytes  # of one column
+    multiplied = n * block_m / RATES.products * (1 + RATES.operands * (1 / block_m + 1 / n))
+    if gemm.w_size == 1:
+        multiplied *= RATES.scaled / 2
+    wave = many * gemm.columns * max(read, multiplied)
+    wave += RATES.start + gemm.columns / k * RATES.step
+    return RATES.launch + waves(programs, many, gpu) * wave
 
 
-def ranked(
-    gemm: Gemm, rows: int, experts: int, average: float, gpu: Gpu, within: float = 1.25
-) -> list[GemmConfig]:
-    """Legal tiles of a product of blocks of `rows` rows, by their estimated time, without those
-    that take more than `within` times as long as the first one.
+def ranked(gemm: Gemm, rows: int, layer: Layer, within: float = 1.25) -> dict[GemmConfig, float]:
+    """Legal tiles of a product of blocks of `rows` rows and their estimated cycles, the best
+    first, without those that take more than `within` times as long as it.
     """
-    blocks = experts * expected_blocks(average, rows)
-    times = {c: gemm_cycles(gemm, c, rows, rows, blocks, gpu) for c in tiles(gemm, rows, gpu)}
-    best = min(times.values(), default=0.0)
-    return [c for c in sorted(times, key=lambda c: times[c]) if times[c] <= within * best]
+    blocks, gpu = layer.experts * expected_blocks(layer.average, rows), layer.gpu
+    times = {c: gemm_cycles(gemm, c, rows, blocks, gpu) for c in tiles(gemm, rows, gpu)}
+    most = within * min(times.values(), default=0.0)
+    return {c: times[c] for c in sorted(times, key=lambda c: times[c]) if times[c] <= most}
+
+
+def ranked_space(
+    base: LayerConfig, layer: Layer, itemsize: int, quantized: bool, x_scale: str
+) -> Space:
+    """Configs of the kernels in `gemm` that are worth a measurement, for each kind of block a list
+    for GEMM1 and one for GEMM2, the best by estimate first.
+    """
+    space = []
+    aligned = x_scale == "group" and not (layer.K % 16 or layer.I % 16)
+    for kind in blocks_of(base, layer.average, aligned):
+        one, two = gemms_of(kind, layer.K, layer.I, itemsize, quantized, x_scale)
+        ones = ranked(one, kind.block_m, layer) or [base.gemm1]
+        twos = ranked(two, kind.block_m // kind.split_m, layer) or [base.gemm2]
+        space.append(layers(kind, ones, twos))
+    return space

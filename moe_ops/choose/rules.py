@@ -49,6 +49,11 @@ def block_of(blocks: Blocks, average: float) -> int:
     return next(block_m for most, block_m in blocks if average <= most)
 
 
+def is_short(waves: float) -> bool:
+    """Whether programs are a wave and a second one of at most half as many."""
+    return 1 < waves <= 1.5
+
+
 # --- gemm/sm80_mma.py, plain weights -------------------------------------------------------------
 # An expert's rows should usually fit one block, so that its weights are read once. Tiles of 16
 # tokens keep 96 to 192 KiB of weights in flight on an SM90 multiprocessor, in programs of about
@@ -87,9 +92,13 @@ PLAIN_GEMM2: Rows[Tile] = (
 # one wave with fewer stages; one_wave: GEMM2 has at most one block a multiprocessor; several: it
 # has at least one of 256 rows; converts: a GEMM quantizes its input, which takes registers
 QUANTIZED_BLOCKS: Blocks = ((12, 16), (25, 32), (ANY, 64))
+BLOCKS_OF_GROUPS: Blocks = ((10, 16), (25, 32), (ANY, 64))  # where `groups` and `filled` hold
 QUANTIZED_GEMM1: Rows[Tile] = (
     ("odd", (64, 128, 2, 8)),
     ("groups two_waves", (256, 128, 3, 4)),
+    ("groups filled m32", (256, 128, 3, 4)),
+    ("groups filled m16 dense", (256, 128, 3, 4)),
+    ("groups filled m16 K<=2048", (256, 128, 3, 4)),
     ("groups m<=32", (256, 128, 5, 4)),
     ("groups", (256, 128, 5, 8)),
     ("by_row few", (64, 128, 6, 4)),
@@ -100,6 +109,9 @@ QUANTIZED_GEMM1: Rows[Tile] = (
 QUANTIZED_GEMM2: Rows[Tile] = (
     ("odd", (64, 128, 2, 8)),
     ("groups one_wave", (64, 128, 6, 4)),
+    ("groups filled m32", (256, 128, 3, 4)),
+    ("groups filled m16 dense", (128, 128, 3, 4)),
+    ("groups filled m16 K<=2048", (128, 128, 3, 4)),
     ("groups", (64, 128, 3, 4)),
     ("by_row few", (64, 128, 6, 4)),
     ("by_group few several", (256, 128, 4, 4)),
@@ -108,12 +120,13 @@ QUANTIZED_GEMM2: Rows[Tile] = (
 )
 
 # --- gemm/sm90_tma.py ----------------------------------------------------------------------------
-# From 48 rows an expert on, blocks have 128 rows: they hold all rows of most experts, so that
-# weights are read once. GEMM1 skips the second half of a block if that is empty, and in GEMM2 two
-# programs share a block. In e4m3, tiles of 64 x 128 in GEMM2 leave room for three programs a
-# multiprocessor, which scale their sums while others multiply. In 16 bits, from 96 rows an expert
-# on, one program takes a whole block of GEMM2; if its sums are short, two programs a
-# multiprocessor hide each other's prologue and epilogue.
+# From 48 rows an expert on, and in e4m3 always, blocks have 128 rows: they hold all rows of most
+# experts, so that weights are read once. GEMM1 skips the second half of a block if that is empty,
+# and in GEMM2 two programs share a block. In e4m3, tiles of 64 x 128 in GEMM2 leave room for three
+# programs a multiprocessor, which scale their sums while others multiply. In 16 bits, from 96 rows
+# an expert on (`many`), GEMM2 has larger tiles, unless its sums are short, so that two programs a
+# multiprocessor hide each other's prologue and epilogue. One program takes a whole block then if
+# sums are short or long, or most blocks are full (`full`).
 TMA_BLOCKS: Blocks = ((nextafter(48, 0), 64), (ANY, 128))
 TMA_GEMM1: Rows[Tile] = (
     ("8bit gated", (256, 128, 4, 8)),
@@ -126,7 +139,14 @@ TMA_GEMM2: Rows[Tile] = (
     ("many !I<=1024", (256, 64, 4, 8)),
     ("", (128, 64, 3, 4)),
 )
-TMA_SPLIT_M: Rows[int] = (("m64", 1), ("!8bit many", 1), ("", 2))
+TMA_BLOCKS_OF_8_BITS: Blocks = ((ANY, 128),)
+TMA_SPLIT_M: Rows[int] = (
+    ("m64", 1),
+    ("!8bit many I<=1024", 1),
+    ("!8bit many !I<=2048", 1),
+    ("!8bit full", 1),
+    ("", 2),
+)
 
 # --- mixed_gemm/sm80_mma.py ----------------------------------------------------------------------
 # Two warps a block, because Triton would use wgmma with four, until an expert has so many rows

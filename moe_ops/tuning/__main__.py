@@ -4,12 +4,15 @@ this GPU.
     python -m moe_ops.tuning --shape 128 2048 768 8 [--scheme fp8_block] [--m 1 8 64 1024]
     python -m moe_ops.tuning --backends --shape 128 2048 768 8 [--scheme "" fp8_block]
     python -m moe_ops.tuning --check --shape 64 2048 1408 6 ...
+    python -m moe_ops.tuning --list --shape 64 2048 1408 6 [--m 64]
 
 A shape is E K I top_k. Results are written to the package's table of this GPU (or --table FILE)
 after every M, so that a stopped run can be continued; --again measures what the table has already.
 --backends times every backend but torch that takes the shape (or the backends named), from which
 "auto" makes its tiers. It uses the measured configs, so measure these first. --check records
 nothing: it reports what shapes without a table lose, as the heuristic's time over the best time.
+--list measures nothing and needs no GPU: it prints what is chosen, and the tiles that an estimate
+of their time puts first.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import torch
 from moe_ops import backends as backends_module
 from moe_ops import environment
 from moe_ops.checks import check_one_of
+from moe_ops.kernels import launch
 from moe_ops.kernels.configs import fields_of
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup, record
@@ -67,8 +71,11 @@ def main() -> None:
         help="time backends; without a name: all but torch",
     )
     parser.add_argument("--check", action="store_true", help="compare only, record nothing")
+    parser.add_argument("--list", action="store_true", help="print tiles in order, time none")
     arguments = parser.parse_args()
     _check(arguments, parser.error)
+    if arguments.list:
+        return _list(arguments, parser.error)
     if not torch.cuda.is_available():
         sys.exit("tuning measures kernels and needs a GPU; none found, nothing measured")
     from moe_ops.tuning import backends
@@ -101,6 +108,22 @@ def main() -> None:
         print(json.dumps({"table": str(path)}))
     if not_measured:
         sys.exit(f"nothing measured, for the reasons above: {', '.join(not_measured)}")
+
+
+def _list(arguments: argparse.Namespace, error: Callable[[str], object]) -> None:
+    """Print the tiles of each shape and number of tokens, on the GPU at hand or else an H200."""
+    from moe_ops.tuning.search import Target, listing
+
+    gpu = launch.gpu(torch.cuda.current_device() if torch.cuda.is_available() else -1)
+    for scheme in arguments.scheme:
+        for E, K, I, top_k in arguments.shape:  # noqa: E741
+            target = Target(E, K, I, top_k, get_scheme(scheme).name, arguments.dtype)
+            print(target)
+            for M in sorted(arguments.m or CONFIGS_M):
+                try:
+                    print(listing(target, M, gpu))
+                except ValueError as wrong:
+                    error(str(wrong))
 
 
 def _check(arguments: argparse.Namespace, error: Callable[[str], object]) -> None:

@@ -25,11 +25,12 @@ from functools import lru_cache
 import torch
 
 from moe_ops import environment
-from moe_ops.choose import candidates, rank
-from moe_ops.choose.table import override
+from moe_ops.choose import candidates, plain, rank
+from moe_ops.choose.table import Layer, override
 from moe_ops.experts import fused_experts
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, SM90_MMA, LayerConfig
+from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import operands as mixed_operands
 from moe_ops.kernels.rows.scales import scales
 from moe_ops.tensors import from_quantized, quantize
@@ -197,18 +198,40 @@ def search_space(target: Target, base: LayerConfig, num_tokens: int) -> candidat
         return candidates.mixed_space(base, average, mixed.bits, target.num_experts, K)
     if base.kernel == GEMV:
         return candidates.gemv_space(base, K, I)
-    size, x_scale = getattr(torch, target.dtype).itemsize, scales(target.scheme).x
-    gpu, space = launch.gpu(torch.cuda.current_device()), []
-    aligned = x_scale == "group" and not (K % 16 or I % 16)
-    for shared in candidates.blocks_of(base, average, aligned):
-        gemms = candidates.gemms_of(shared, K, I, size, bool(target.scheme), x_scale)
-        rows = (shared.block_m, shared.block_m // shared.split_m)  # of a program
-        ones, twos = [
-            rank.ranked(gemm, each, target.num_experts, average, gpu)
-            for gemm, each in zip(gemms, rows, strict=True)
-        ]
-        space.append(candidates.layers(shared, ones or [base.gemm1], twos or [base.gemm2]))
-    return space
+    layer = Layer(
+        *(num_tokens * target.top_k, target.num_experts, K, I),
+        *(launch.gpu(torch.cuda.current_device()), target.top_k),
+    )
+    size = getattr(torch, target.dtype).itemsize
+    return rank.ranked_space(base, layer, size, bool(target.scheme), scales(target.scheme).x)
+
+
+def listing(target: Target, num_tokens: int, gpu: Gpu) -> str:
+    """What is chosen for a number of tokens, and the tiles that the estimate puts first, as text.
+
+    Raises:
+        ValueError: the scheme's kernels have no estimate.
+    """
+    if mixed_operands.describe(target.scheme) is not None:
+        raise ValueError(
+            "--list orders tiles of weights that are plain or quantized as their activations; got "
+            f"scheme {target.scheme!r}: run the search, without --list, on a GPU"
+        )
+    K, I, of = target.hidden_size, target.intermediate_size, scales(target.scheme)  # noqa: E741
+    layer = Layer(num_tokens * target.top_k, target.num_experts, K, I, gpu, target.top_k)
+    dtype = getattr(torch, target.dtype)
+    tma = gpu.has_tma and of[:2] in (("", ""), ("block", "group"))
+    kernels = (tma and layer.average >= plain.LARGE_ROWS, num_tokens == 1)
+    chosen = plain.for_experts(layer, dtype, target.scheme, of[:2], True, *kernels)
+    lines = [f"M={num_tokens}: {chosen}"]
+    if chosen.kernel == GEMV:
+        return lines[0]
+    space = rank.ranked_space(chosen, layer, dtype.itemsize, bool(target.scheme), of.x)
+    for ones, twos in space:
+        lines.append(f"  BLOCK_M={ones[0].block_m} SPLIT_M={ones[0].split_m}")
+        lines += [f"    GEMM1 {config.gemm1}" for config in ones[:5]]
+        lines += [f"    GEMM2 {config.gemm2}" for config in twos[:5]]
+    return "\n".join(lines)
 
 
 def _pairs(plan: candidates.Space) -> Iterator[LayerConfig]:

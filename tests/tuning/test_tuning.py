@@ -286,3 +286,16 @@ def test_auto_runs_what_was_measured(scheme, tmp_path, monkeypatch):
         chosen = auto._of_rows(plan.tiers, M).name
         takes = {n: t for n, t in us.items() if n not in dict(plan.refused)}
         assert takes[chosen] <= min(takes.values()) * (1 + lookup.MARGIN) * 1.001
+
+
+def test_a_list_of_tiles_needs_no_gpu(tuner, monkeypatch, capsys):
+    """What is chosen, and the tiles that the estimate puts first; of mixed GEMMs there is none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tuner("--list", "--m", "1", "64", "1024", "--scheme", "", "fp8_block")
+    text = capsys.readouterr().out
+    assert text.count("Target(") == 2 and text.count("M=64: LayerConfig(") == 2
+    assert "kernel='gemv'" in text and "kernel='sm90_tma'" in text
+    assert "    GEMM1 GemmConfig(block_n=" in text and "BLOCK_M=128 SPLIT_M=2" in text
+    with pytest.raises(SystemExit):
+        tuner("--list", "--m", "64", "--scheme", "int4_w4a16")
+    assert "--list orders tiles of weights that are plain" in capsys.readouterr().err
