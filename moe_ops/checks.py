@@ -44,6 +44,30 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
+def device_named(argument: str, name: torch.device | str, remedy: str) -> torch.device:
+    """The device of a name; of "cuda" the current one.
+
+    Raises:
+        ValueError: no name of a device, or of a GPU that is not there; it ends with the remedy.
+    """
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{argument} must be a torch device such as 'cpu', got {name!r}"
+        ) from error
+    if device.type != "cuda":
+        return device
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"{argument} must exist on this machine, got {str(name)!r} with "
+            f"{torch.cuda.device_count()} CUDA devices; {remedy}"
+        )
+    if device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def check_one_of(argument: str, name: object, known: Iterable[str]) -> None:
     """Raise unless `name` is one of the known ones."""
     known = tuple(known)

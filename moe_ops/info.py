@@ -32,6 +32,7 @@ from moe_ops import activations, environment, schemes
 from moe_ops import backends as backends_module
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.torch import cpu
+from moe_ops.checks import device_named
 from moe_ops.ops import relayout
 from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Problem
@@ -287,18 +288,8 @@ def _scheme(name: str) -> str:
 
 def _device(name: str | None) -> torch.device:
     """The device named, or the GPU if there is one, else the CPU."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device must be a torch device such as 'cpu', got {name!r}") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device must exist on this machine, got {name!r} with "
-            f"{torch.cuda.device_count()} CUDA devices; use --device cpu"
-        )
-    return device
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return device_named("device", name or default, "use --device cpu")
 
 
 def _num_bytes(buffer: Any) -> int:

@@ -35,6 +35,7 @@ from moe_ops.bench import layers, shapes, timing
 from moe_ops.bench.layers import Layer
 from moe_ops.bench.report import Result, draw, format_result
 from moe_ops.bench.shapes import Shape
+from moe_ops.checks import device_named
 from moe_ops.schemes import get_scheme
 
 PLAIN = "bf16"
@@ -250,19 +251,10 @@ def _schemes_of(model_or_shape: str) -> tuple[str, ...]:
 
 
 def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"--device must be a torch device such as cpu, got {name!r}") from error
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_named("--device", name or default, "use --device cpu")
     if device.type not in TOKENS:
         raise ValueError(f"--device must be cpu or cuda, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"--device must exist on this machine, got {name!r} with "
-            f"{torch.cuda.device_count()} GPUs; use --device cpu"
-        )
-    if device.type == "cuda" and device.index is None:  # torch.cuda.set_device wants a number
-        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 

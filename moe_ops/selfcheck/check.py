@@ -15,6 +15,7 @@ import torch
 
 from moe_ops import backends as backends_module
 from moe_ops import environment
+from moe_ops.checks import device_named
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
 from moe_ops.selfcheck import cases
 from moe_ops.selfcheck.cases import SHAPES, Sizes
@@ -194,19 +195,6 @@ def _checked_schemes(schemes: Any) -> list[str]:
 
 def _checked_device(device: torch.device | str | None) -> torch.device:
     if device is None:
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
         found = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device("cpu") if found is None else found
-    try:
-        checked = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be a torch device such as 'cpu', got {device!r}") from error
-    if checked.type == "cuda" and (checked.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device must exist on this machine, got {str(checked)!r} with "
-            f"{torch.cuda.device_count()} CUDA devices; use 'cpu'"
-        )
-    if checked.type == "cuda" and checked.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return checked
+        device = "cuda" if torch.cuda.is_available() else found or "cpu"
+    return device_named("device", device, "use 'cpu'")

@@ -121,7 +121,7 @@ def test_peers_that_fail_are_left_out(monkeypatch):
         ([TINY, "--schemes", "fp3"], "fp3"),
         ([TINY, "--tokens", "0"], "--tokens must be positive, got 0"),
         ([TINY, "--seconds", "0"], "--seconds must be positive, got 0"),
-        ([TINY, "--device", "tpu9x"], "--device must be a torch device such as cpu"),
+        ([TINY, "--device", "tpu9x"], "--device must be a torch device such as 'cpu'"),
         ([TINY, "--device", "meta"], "--device must be cpu or cuda, got 'meta'"),
         (["4096,8,16384,16384"], "GiB free; give fewer --schemes, or a shape"),
     ],
