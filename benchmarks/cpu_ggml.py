@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_quantized import HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_LAYERS, TOP_K, make_layers
+from cpu_quantized import (
+    HIDDEN,
+    INTERMEDIATE,
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    TOP_K,
+    make_inputs,
+    make_layers,
+)
 from harness import (
     INSTRUCTIONS,
     format_table,
@@ -174,14 +182,7 @@ def graph(ggml: Ggml, layer: Layer, x: Tensor, ids: Tensor, router: Tensor) -> t
 def run_case(
     M: int, ours: dict[str, list], theirs: dict[str, list[Layer]], ggml: Ggml, rounds: int
 ) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(M)
-    x = torch.randn(M, HIDDEN, generator=generator).to(torch.bfloat16)
-    ids = [
-        torch.rand(M, NUM_EXPERTS, generator=generator).topk(TOP_K).indices
-        for _ in range(NUM_LAYERS)
-    ]
-    router = torch.rand(M, TOP_K, generator=generator) + 0.5
-    router /= router.sum(1, keepdim=True)
+    x, ids, router = make_inputs(M)
     graphs = {
         name: [graph(ggml, layers[i], x, ids[i], router) for i in range(NUM_LAYERS)]
         for name, layers in theirs.items()

@@ -25,7 +25,6 @@ from records import OURS
 from torch import Tensor
 
 import moe_ops
-from moe_ops import numerics
 from moe_ops.bench import layers
 from moe_ops.tuning.backends import laid_out
 
@@ -33,8 +32,6 @@ from moe_ops.tuning.backends import laid_out
 MAX_GATHER_BYTES = 4 << 30
 # Which backend's layout "auto" gets where no other one has kernels of a scheme; else Triton's.
 PREPARED_FOR = {"int4_w4a8": "cutlass"}
-# A layout padded to 128 rows an expert is not for fewer tokens than this.
-DEEP_GEMM_MIN_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,11 @@ Builder = Callable[[Cell], Layer]
 
 @dataclass(frozen=True)
 class Implementation:
-    """How to run a library: `make` for the schemes it has. `whole_layer` is False for a mere
-    part, `biases` says whether it runs layers with biases and the activations of their models."""
+    """How to run a library: `make` for the schemes it has; `biases` says whether it runs layers
+    with biases and the activations of their models."""
 
     make: Callable[[Weights], Builder]
     schemes: tuple[str, ...]
-    whole_layer: bool = True
     biases: bool = False
 
 
@@ -285,92 +281,10 @@ def flashinfer_cutlass(weights: Weights) -> Builder:
     return build
 
 
-def deep_gemm_two_gemms(weights: Weights) -> Builder:
-    """DeepGEMM's two contiguous grouped GEMMs alone: no permutation, activation, quantization or
-    combine.
-
-    The rows of the last set are arranged beforehand, and finished afterwards, so that its result
-    can be checked; other sets multiply the same rows by their own experts.
-    """
-    import deep_gemm
-
-    E, top_k = weights.shape.num_experts, weights.shape.top_k
-    fp8 = bool(weights.scheme)
-    if fp8:
-        gemm = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
-        w13, w2 = ((w.qdata, w.scale.contiguous()) for w in (weights.w13, weights.w2))
-    else:
-        gemm = deep_gemm.m_grouped_bf16_gemm_nt_contiguous
-        w13, w2 = weights.w13, weights.w2
-
-    def operand(rows: Tensor):
-        if not fp8:
-            return rows
-        q, scale, *_ = numerics.quantize_activation(rows, weights.scheme)
-        # column-major, as TMA reads them, so that no call has to transpose them
-        return q.contiguous(), scale.t().contiguous().t()
-
-    def build(cell: Cell) -> Layer:
-        x = cell.hidden_states
-        M, K = x.shape
-        if M < DEEP_GEMM_MIN_TOKENS:
-            raise ValueError(f"padding to 128 rows an expert is for M >= {DEEP_GEMM_MIN_TOKENS}")
-        alignment = deep_gemm.get_mk_alignment_for_contiguous_layout()
-        placed = [padded_rows(routing.ids, E, alignment) for routing in cell.sets]
-        total = max(layout.numel() for layout, _, _ in placed)
-        layouts = [F.pad(layout, (0, total - layout.numel()), value=-1) for layout, _, _ in placed]
-        _, pairs, rows = placed[-1]
-        a13 = torch.randn(total, K, device=x.device).to(
-            x.dtype
-        )  # padding must not be zeros: too fast
-        a13[rows] = x[pairs // top_k]
-        d13 = x.new_zeros(total, 2 * weights.shape.intermediate_size)
-        d2 = x.new_zeros(total, K)
-        a13 = operand(a13)
-        gemm(a13, w13, d13, layouts[-1])
-        gate, up = d13.chunk(2, dim=-1)
-        a2 = operand(F.silu(gate) * up)
-
-        def call(which: int) -> Tensor:
-            gemm(a13, w13, d13, layouts[which])
-            gemm(a2, w2, d2, layouts[which])
-            return d2
-
-        def finish(y: Tensor) -> Tensor:
-            router = cell.sets[-1].weights.view(-1)[pairs]
-            out = torch.zeros(M, K, device=x.device)
-            return out.index_add_(0, pairs // top_k, y[rows].float() * router[:, None])
-
-        return Layer(call, finish)
-
-    return build
-
-
-def padded_rows(ids: Tensor, num_experts: int, alignment: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows grouped by expert, each group padded to `alignment` rows.
-
-    Returns:
-        layout (rows,) int32: each row's expert, -1 on padding; and for every pair whose expert is
-        held here its index in ids.view(-1) and its row.
-    """
-    flat = ids.view(-1)
-    order = flat.argsort(stable=True)
-    pairs = order[flat[order] < num_experts]
-    experts = flat[pairs].long()
-    counts = torch.bincount(experts, minlength=num_experts)
-    padded = (counts + alignment - 1) // alignment * alignment
-    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
-    rows = torch.arange(pairs.numel(), device=ids.device) + shift[experts]
-    layout = torch.full((int(padded.sum()),), -1, dtype=torch.int32, device=ids.device)
-    layout[rows] = experts.to(torch.int32)
-    return layout, pairs, rows
-
-
-_ALL = SCHEMES
 IMPLEMENTATIONS = {
-    OURS: Implementation(moe_ops_backend("auto"), _ALL, biases=True),
+    OURS: Implementation(moe_ops_backend("auto"), SCHEMES, biases=True),
     **{
-        f"{OURS} {name}": Implementation(moe_ops_backend(name), _ALL, biases=True)
+        f"{OURS} {name}": Implementation(moe_ops_backend(name), SCHEMES, biases=True)
         for name in moe_ops.list_backends()
     },
     "HF grouped_mm": Implementation(transformers_experts("grouped_mm", False), ("",)),
@@ -384,12 +298,10 @@ IMPLEMENTATIONS = {
     "vLLM CUTLASS": Implementation(layer_of(vllm_cutlass), vllm_cutlass.SCHEMES),
     "Marlin": Implementation(layer_of(marlin_layer), marlin_layer.SCHEMES, biases=True),
     "SonicMoE": Implementation(layer_of(sonicmoe_layer), ("",)),
-    "DeepGEMM two GEMMs only": Implementation(
-        deep_gemm_two_gemms, ("", "fp8_block"), whole_layer=False
-    ),
 }
 # in a few cells of the committed results; what called them is gone
-MEASURED_ONCE = ("triton_kernels", "humming", "vLLM wna16")
+MEASURED_ONCE = ("DeepGEMM two GEMMs only", "triton_kernels", "humming", "vLLM wna16")
+PARTS_OF_LAYERS = MEASURED_ONCE[:1]  # never the best peer
 # The named backends of moe_ops run when asked for: "moe_ops" is the one of them that users get.
 DEFAULT = tuple(name for name in IMPLEMENTATIONS if not name.startswith(OURS + " "))
 

@@ -29,7 +29,7 @@ import end_to_end_cases as models
 import training_cases
 from cases import H200, ROUTINGS, SCHEMES, SHAPES, Case
 from harness import INSTRUCTIONS, RESULTS, format_table
-from peers import IMPLEMENTATIONS, MEASURED_ONCE, VLLM_NAME, VLLM_US
+from peers import IMPLEMENTATIONS, MEASURED_ONCE, PARTS_OF_LAYERS, VLLM_NAME, VLLM_US
 from records import OURS, Results
 from training_peers import IMPLEMENTATIONS as TRAINERS
 
@@ -247,7 +247,7 @@ class Cell:
             for name in NAMES
             if not name.startswith(OURS)
             and (table or name != VLLM_NAME)
-            and (name not in IMPLEMENTATIONS or IMPLEMENTATIONS[name].whole_layer)
+            and name not in PARTS_OF_LAYERS
         )
 
     def ratio(self, peer: str | None, ours: str = OURS) -> float | None:

@@ -59,6 +59,21 @@ def test_pictures_are_shown():
     assert not [name for name in pictures if f"benchmarks/results/{name})" not in text]
 
 
+def times_in_prose(document: str) -> list[str]:
+    """The times that a document quotes outside of the blocks that a script makes."""
+    prose = re.sub(r"<!-- made by .*?<!-- end -->", "", document, flags=re.S)
+    return re.findall(r"\b\d+(?:\.\d+)?\s*(?:us|ms|µs|ns)\b", prose)
+
+
+def test_prose_on_performance_quotes_no_times():
+    assert not times_in_prose((ROOT / "docs" / "performance.md").read_text())
+
+
+def test_a_time_in_prose_is_found():
+    made = "<!-- made by report.py: a -->\n| 3 us |\n<!-- end -->\n"
+    assert times_in_prose(f"{made}It takes 4.5 ms.\n{made}") == ["4.5 ms"]
+
+
 def test_what_is_not_read_is_found():
     names = ["alpha_x.json", "beta_y.json", "gamma.json", "delta.json"]
     source = '''
