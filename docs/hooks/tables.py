@@ -1,8 +1,8 @@
 """Pages that are made from the code: the reference, and the tables of schemes and of backends.
 
 Modules are found by their public names alone, so that a move inside the package changes nothing
-here. What backends accept comes from benchmarks/backends_doc.py, which also writes the tables of
-docs/backends.md.
+here. What backends accept comes from benchmarks/backends_doc.py, whose tables benchmarks/report.py
+writes into docs/backends.md.
 """
 
 from __future__ import annotations
