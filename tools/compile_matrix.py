@@ -85,23 +85,22 @@ TOKENS = sorted({*range(1, 17), *[int(16 * 2 ** (i / 4)) for i in range(37)]})
 AROUND_BOTH = (
     *("moe_ops_count_pairs", "moe_ops_place_pairs"),
     *("moe_ops_count_batches", "moe_ops_combine_rows", "moe_ops_scatter"),
+    "moe_ops_activate",
 )
 # kernels that no call reaches on AMD's GPUs, by a part of their name
 LEFT_OUT_ON_AMD = {
     "_flashinfer_": "runs around FlashInfer's kernels, for NVIDIA GPUs",
-    "_deep_gemm_": "runs around DeepGEMM's products, for NVIDIA GPUs",
     "_cutlass_": "runs around CUTLASS's products, for NVIDIA GPUs",
     "_train_": "runs around torch's grouped products, for NVIDIA GPUs",
     "_push_": "writes to peers' memory, on NVIDIA GPUs",
     **dict.fromkeys(AROUND_BOTH, "runs around DeepGEMM's and CUTLASS's products, for NVIDIA GPUs"),
-    "_fake_quantize": "runs before the kernels that hold PTX",
+    "moe_ops_round": "runs before the kernels that hold PTX",
     "moe_ops_decode": "runs before the kernels that hold PTX",
     "_mixed_": "holds PTX",
     "_wgmma_": "holds PTX",
     "_token_gemm": "holds PTX",
     "_permute_tokens": "runs before the kernels that hold PTX",
     "_permute_hidden": "runs between the kernels that hold PTX",
-    "_round_rows": "runs between the kernels that hold PTX",
     "_tma_": "needs NVIDIA's tensor memory accelerator",
 }
 
@@ -365,7 +364,7 @@ def why_left_out(kernel: str, arch: Arch) -> str:
         return _why_left_out_on_amd(kernel)
     if "_flashinfer_" in kernel:
         return "runs around FlashInfer's kernels, which compile_flashinfer.py compiles"
-    around = ("moe_ops_permute_tokens", "moe_ops_permute_hidden", "moe_ops_round_rows")
+    around = ("moe_ops_permute_tokens", "moe_ops_permute_hidden")
     if "_wgmma_" in kernel or "_token_gemm" in kernel or kernel in around:
         if arch != 90:
             return "takes part in products of wgmma or their bits, of compute capability 9.0 alone"

@@ -39,10 +39,10 @@ from moe_ops.kernels.place.sort import group_blocks
 from moe_ops.kernels.rows.activate import activate
 from moe_ops.kernels.rows.combine import combine_rows
 from moe_ops.kernels.rows.derive import Gradients, derive, zero_empty
+from moe_ops.kernels.rows.emulated import round_rows
 from moe_ops.kernels.rows.frozen import frozen
 from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.scatter import scatter
-from moe_ops.kernels.rows.straight_through import round_rows
 from moe_ops.kernels.rows.sums import add_dot, dot, sum_rows
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.products import Products
@@ -66,7 +66,7 @@ class FusedStep(Step):
         a = call.options.activation
         self.activation = activated(a)
         how = frozen(call.w13.scheme) if call.w13.scheme else None
-        self.rounding = None if how is None or how.elements is None else how
+        self.rounding = None if how is None else how.rounding
         self.device = self.x.get_device()
         self.gpu = launch.gpu(self.device)
         self.b13, self.b2 = [
@@ -148,7 +148,8 @@ class FusedStep(Step):
         """Rows, times factors, as the scheme of a weight quantizes what it multiplies."""
         assert self.rounding is not None
         out = self.x.new_empty(rows.shape)
-        self.run(round_rows(self.rounding, out, rows, factors, weight.activation_scale))
+        of = self.rounding, out, rows, factors, weight.activation_scale
+        self.run(round_rows(*of, self.gpu))
         return out
 
     def inputs(self, into: Tensor | None = None) -> Tensor:

@@ -104,7 +104,7 @@ def explanation(call: ExpertsCall) -> str:
     if any(schemes):
         names.append("products that decode weights")
         how = frozen.frozen(call.w13.scheme)
-        if how is not None and how.elements is not None:
-            names.append(f"of activations rounded to {how.elements.DTYPE}")
+        if how is not None and how.elements:
+            names.append(f"of activations rounded to {how.elements}")
     output = ", the output by inference's kernels" if call.options.batch_invariant else ""
     return f"fused kernels, {', '.join(names)}{output}"

@@ -463,8 +463,8 @@ def test_first_kernels_wait_before_anything_else():
     expected = [
         "moe_ops_gemv1",
         "moe_ops_permute_tokens",
+        "moe_ops_quantize",
         "moe_ops_route",
-        "moe_ops_route_quantize",
     ]
     assert sorted(found) == expected
 

@@ -305,7 +305,7 @@ def test_autocast_leaves_what_arrives(monkeypatch):
         (
             "fp8_channel",
             5,
-            ["moe_ops_route_quantize", "moe_ops_gemm1", "moe_ops_gemm2", "moe_ops_combine"],
+            ["moe_ops_quantize", "moe_ops_gemm1", "moe_ops_gemm2", "moe_ops_combine"],
         ),
         (
             "fp8_tensor_static",

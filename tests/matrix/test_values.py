@@ -217,7 +217,7 @@ def test_router_weights_come_before_quantization(where, scheme, M):
     if name != "torch" or oracle.ACTIVATIONS[scheme] is None or device != "cpu":
         return
     # The differentiable path says the same. On GPUs it rounds the quantized rows to bf16, so that
-    # some neighbours of h are others: tests/kernels/rows/test_straight_through.py has that path.
+    # some neighbours of h are others: tests/kernels/rows/test_round_rows.py has that path.
     case.args[0].requires_grad_()
     assert_matches(case.run(name), out.double(), TOLERANCE[BF16])
 

@@ -176,3 +176,14 @@ def quantize_groups(x, POWERS: tl.constexpr):
     x = x.to(tl.float32)
     scale = e4m3_scale(tl.max(tl.abs(x), 1), POWERS)
     return quotient(x, scale[:, None], reciprocal(scale)[:, None]), scale
+
+
+@triton.jit
+def store_signed(row_ptr, column, x, mask, K_CHUNK: tl.constexpr):
+    """Store e4m3 numbers x of a row, and -x one chunk further on: what weights that are not
+    negative and magnitudes of those that are get multiplied by.
+    """
+    codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    ptrs = row_ptr.to(tl.pointer_type(tl.uint8)) + (column // K_CHUNK * K_CHUNK + column)
+    tl.store(ptrs, codes, mask=mask)
+    tl.store(ptrs + K_CHUNK, codes ^ 0x80, mask=mask)

@@ -47,6 +47,7 @@ from moe_ops.kernels.device.e4m3 import (
     nearest,
     quotient,
     reciprocal,
+    store_signed,
 )
 from moe_ops.kernels.device.gluon import Boxes, fence_async_shared, gl, gluon, reinterpret
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
@@ -103,7 +104,7 @@ from moe_ops.kernels.mixed_gemm.sm90_occupancy import (
     occupancy,
 )
 from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, RouterWeights, Routing
-from moe_ops.kernels.rows.emulated import Hidden, row_scale
+from moe_ops.kernels.rows.emulated import Hidden, Round, moe_ops_round, row_scale
 from moe_ops.kernels.rows.rounding import GAP, Rounding
 from moe_ops.kernels.rows.scales import Input, flat
 from moe_ops.meta.scales import rows_side_by_side
@@ -147,17 +148,6 @@ def permute_columns(x, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr, X_BITS: tl.c
     else:
         x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 16, 2, 2).permute(0, 2, 4, 1, 3)
     return x.reshape(N)
-
-
-@triton.jit
-def store_signed(row_ptr, column, x, mask, K_CHUNK: tl.constexpr):
-    """Store e4m3 numbers x of a row, and -x one chunk further on: what weights that are not
-    negative and magnitudes of those that are get multiplied by.
-    """
-    codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    ptrs = row_ptr.to(tl.pointer_type(tl.uint8)) + (column // K_CHUNK * K_CHUNK + column)
-    tl.store(ptrs, codes, mask=mask)
-    tl.store(ptrs + K_CHUNK, codes ^ 0x80, mask=mask)
 
 
 @triton.jit
@@ -466,55 +456,6 @@ def moe_ops_permute_hidden(
     h = tl.load(h_ptr + m * I + column, mask=own, other=0.0)
     h = permute_columns(h, K_CHUNK, W_BITS, X_BITS)
     tl.store(out_ptr + m * columns + out_column, h, mask=ok)
-
-
-@arguments
-class RoundRows:
-    out: Pointer  # (rows, K) e4m3 and their negatives, written by `store_signed`
-    scale: Pointer  # (rows,) fp32, written
-    x: Pointer  # (rows, K) fp32
-    K: Specialized
-    rounded: Rounded
-    K_CHUNK: Constant
-    BLOCK_K: Constant  # columns at a time
-    PDL: Constant
-
-
-@kernel(RoundRows)
-def moe_ops_round_rows(
-    out_ptr,
-    scale_ptr,
-    x_ptr,
-    K,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    WHOLE_ROW: tl.constexpr,
-    K_CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Round rows of h, whose columns are permuted, to e4m3. Grid: rows.
-
-    The kernel after it is GEMM2, which prefetches weights while the last programs of GEMM1 run.
-    """
-    gdc_launch_dependents(PDL)
-    gdc_wait(PDL)
-    m = tl.program_id(0).to(tl.int64)
-    x_ptr += m * K
-    k = tl.arange(0, BLOCK_K)
-    x = tl.load(x_ptr + k, mask=k < K, other=0.0)
-    if WHOLE_ROW:
-        scale = element_scale(largest_magnitude(x, 0), False)
-    else:
-        scale = row_scale(x_ptr, K, 1, 1.0, BLOCK_K)
-    tl.store(scale_ptr + m, scale)
-    inverse = reciprocal(scale)
-    for _ in range(0, 1 if WHOLE_ROW else tl.cdiv(K, BLOCK_K)):
-        q = nearest(clamp(quotient(x, scale, inverse), MAX_VALUE), MANTISSA, MIN_EXPONENT)
-        store_signed(out_ptr + m * K * 2, k, q, k < K, K_CHUNK)
-        k += BLOCK_K
-        x = tl.load(x_ptr + k, mask=k < K, other=0.0)
 
 
 @gluon.jit
@@ -1533,17 +1474,22 @@ def round_h(
     space = flat(workspace, torch.float32, end + GAP + rows)
     block = rounding_block(I)
     data, scale = flat(space[start:], torch.float8_e4m3fn, 2 * rows * I), space[end + GAP :]
-    args = RoundRows(
-        out=data,
+    args = Round(
+        q=data,
         scale=scale,
-        x=space,
+        zero=None,
+        x=Input(space, 0, I, 1),
+        topk_weights=NO_ROUTER_WEIGHTS,
+        T=rows,
         K=I,
-        rounded=rounded_to(rounding, block),
+        rounding=rounding._replace(SCALE_GROUP=block.columns) if block.whole_row else rounding,
+        STATIC=0,
+        CHUNK=block.columns,
+        APART=False,
         K_CHUNK=w2.k_chunk,
-        BLOCK_K=block.columns,
         PDL=gpu.pdl,
     )
-    launch = Launch(moe_ops_round_rows, (rows, 1, 1), args, block.num_warps)
+    launch = Launch(moe_ops_round, (rows, 1, 1), args, block.num_warps)
     return Hidden(space, None, [launch], Input(data, 0, 2 * I, 1, scale, scale_stride_m=1))
 
 

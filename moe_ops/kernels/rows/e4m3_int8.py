@@ -39,6 +39,8 @@ from moe_ops.kernels.rows.scales import NUM_PARTIALS, Input, expert_stride, flat
 from moe_ops.meta.workspace import cdiv
 
 GROUPS = 16  # groups of 128 columns that a quantizing program handles at a time
+NOT_SORTED = Sort(0, 16, 16, 128)
+NOT_ROUTED = Routing(None, None, None, 0, 0, 0, 1, 0, 0, 0, "direct")
 
 
 @triton.jit
@@ -140,66 +142,18 @@ class Quantized(NamedTuple):
 
 @arguments
 class Quantize:
+    routing: Routing  # as in moe_ops_route
+    sort: Sort
     to: Quantized
     x: Input  # (rows, K)
     weights: RouterWeights  # (rows, 1), if they scale the input
+    SORTS: Constant  # the first E programs sort pairs
+    FIRST: Constant  # it may be the first kernel of a call
     PDL: Constant
 
 
-@kernel(Quantize)
+@kernel(Quantize, pdl_first=True)
 def moe_ops_quantize(
-    q_ptr,
-    scale_ptr,
-    scale_stride_m,
-    scale_stride_g,
-    zero_ptr,
-    rows,
-    T,
-    zeros,
-    K,
-    BY_GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INT8: tl.constexpr,
-    POWERS: tl.constexpr,
-    x_ptr,
-    x_stride_e,  # row m is at m // T * x_stride_e + m * x_stride_m
-    x_stride_m,
-    x_stride_k,
-    x_scale_ptr,
-    x_scale_stride_e,
-    x_scale_stride_m,
-    x_scale_stride_g,
-    x_partials: tl.constexpr,
-    weights_ptr,
-    weights_stride_m,
-    weights_stride_k,
-    PDL: tl.constexpr,
-):
-    """Quantize rows, GROUPS * 128 columns at a time. Grid: (rows, parts of a row) if BY_GROUP,
-    else (rows, 1).
-    """
-    gdc_launch_dependents(PDL)
-    quantize_row(
-        q_ptr, scale_ptr, zero_ptr, x_ptr, tl.program_id(0), tl.program_id(1), T, zeros,
-        scale_stride_m, scale_stride_g, K, x_stride_e, x_stride_m, x_stride_k,
-        weights_ptr, weights_stride_m, BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
-    )  # fmt: skip
-    gdc_wait(PDL)
-
-
-@arguments
-class RouteQuantize:
-    routing: Routing  # as in moe_ops_route
-    sort: Sort
-    PDL: Constant
-    to: Quantized  # as in moe_ops_quantize
-    x: Input
-    weights: RouterWeights
-
-
-@kernel(RouteQuantize, pdl_first=True)
-def moe_ops_route_quantize(
     index_ptr,
     ids_ptr,
     map_ptr,
@@ -215,7 +169,6 @@ def moe_ops_route_quantize(
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
     q_ptr,
     scale_ptr,
     scale_stride_m,
@@ -242,25 +195,34 @@ def moe_ops_route_quantize(
     weights_ptr,
     weights_stride_m,
     weights_stride_k,
+    SORTS: tl.constexpr,
+    FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """moe_ops_route in the first E programs, moe_ops_quantize in the others. Neither waits for the
-    other.
+    """Quantize rows, GROUPS * 128 columns at a time. Grid: (rows, parts of a row) if BY_GROUP,
+    else (rows, 1). With SORTS moe_ops_route in the first E programs, before rows * parts of a row
+    that do not wait for it.
     """
-    gdc_wait(PDL)
+    if FIRST:
+        gdc_wait(PDL)
     gdc_launch_dependents(PDL)
-    program = tl.program_id(0)
-    if program < E:
-        sort_expert(
-            index_ptr, ids_ptr, map_ptr, program, S, E, num_ids, num_blocks, top_k,
-            ids_stride_m, ids_stride_k, map_stride, BLOCK_E, BLOCK_M, CHUNK,
-        )  # fmt: skip
-    else:
-        program -= E
-        quantize_row(
-            q_ptr, scale_ptr, zero_ptr, x_ptr, program % rows, program // rows, T, zeros,
-            scale_stride_m, scale_stride_g, K, x_stride_e, x_stride_m, x_stride_k,
-            weights_ptr, weights_stride_m, BY_GROUP, GROUPS, NATIVE, INT8, POWERS,
-        )  # fmt: skip
+    m, part = tl.program_id(0), tl.program_id(1)
+    if SORTS:
+        program = m
+        if program < E:
+            sort_expert(
+                index_ptr, ids_ptr, map_ptr, program, S, E, num_ids, num_blocks, top_k,
+                ids_stride_m, ids_stride_k, map_stride, BLOCK_E, BLOCK_M, CHUNK,
+            )  # fmt: skip
+            return
+        m, part = (program - E) % rows, (program - E) // rows
+    quantize_row(
+        q_ptr, scale_ptr, zero_ptr, x_ptr, m, part, T, zeros, scale_stride_m, scale_stride_g, K,
+        x_stride_e, x_stride_m, x_stride_k, weights_ptr, weights_stride_m, BY_GROUP, GROUPS,
+        NATIVE, INT8, POWERS,
+    )  # fmt: skip
+    if not FIRST:
+        gdc_wait(PDL)
 
 
 @arguments
@@ -439,7 +401,7 @@ def quantize_x(
             INT8=False,
             POWERS=False,
         )
-        return [_quantize(to, x, NO_ROUTER_WEIGHTS, 1, routing, sort, gpu)], x, weights
+        return [quantize(to, x, NO_ROUTER_WEIGHTS, 1, gpu, routing, sort)], x, weights
     if x_scale == "static":
         stride_e = expert_stride(static)
         return before, x._replace(scale=static, scale_stride_e=stride_e), weights
@@ -471,25 +433,33 @@ def quantize_x(
     )
     parts_of_row = cdiv(K, GROUPS * 128) if by_group else 1
     return (
-        [_quantize(to, x, weights, parts_of_row, routing, sort, gpu)],
+        [quantize(to, x, weights, parts_of_row, gpu, routing, sort)],
         Input(data, 0, K, 1, scale, 0, stride_m, stride_g),
         NO_ROUTER_WEIGHTS,
     )
 
 
-def _quantize(
+def quantize(
     to: Quantized,
     x: Input,
     weights: RouterWeights,  # that multiply x first
     parts_of_row: int,
-    routing: Routing,
-    sort: Sort | None,
     gpu: Gpu,
+    routing: Routing = NOT_ROUTED,
+    sort: Sort | None = None,
 ) -> Launch:
     """Quantize x, and sort pairs in the same launch if they are sorted."""
-    if sort is None:
-        args = Quantize(to=to, x=x, weights=weights, PDL=gpu.pdl)
-        return Launch(moe_ops_quantize, (to.rows, parts_of_row, 1), args)
-    both = RouteQuantize(routing=routing, sort=sort, PDL=gpu.pdl, to=to, x=x, weights=weights)
-    grid = (routing.E + to.rows * parts_of_row, 1, 1)
-    return Launch(moe_ops_route_quantize, grid, both, sort.num_warps)
+    grid = (to.rows, parts_of_row, 1)
+    if sort is not None:
+        grid = (routing.E + to.rows * parts_of_row, 1, 1)
+    args = Quantize(
+        routing=routing,
+        sort=NOT_SORTED if sort is None else sort,
+        to=to,
+        x=x,
+        weights=weights,
+        SORTS=sort is not None,
+        FIRST=sort is not None or routing.ROWS == "direct",  # else the table of blocks is before
+        PDL=gpu.pdl,
+    )
+    return Launch(moe_ops_quantize, grid, args, 4 if sort is None else sort.num_warps)

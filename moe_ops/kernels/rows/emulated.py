@@ -1,5 +1,5 @@
-"""Activations rounded as a scheme rounds them, for GPUs without products of its formats, and
-decoded if they arrive quantized. Imported at first launch only.
+"""Activations rounded as a scheme rounds them, for GPUs without products of its formats and for
+training steps, and decoded if they arrive quantized. Imported at first launch only.
 
 The output stands for the quantized activations: kernels/mixed_gemm/sm80_mma.py multiplies it with
 the weights. Elements and scales are those of `moe_ops.numerics`.
@@ -10,7 +10,8 @@ SCALE    the scale of an element, and what the output holds:
                   e4m3 scale in bf16; the GEMM's finished sum is multiplied by the other scale
          "row"    one fp32 scale a row: the element in bf16; the GEMM's finished sum is multiplied
                   by the scale
-         "group"  an fp32 scale for SCALE_GROUP columns: element times scale, rounded to fp32
+         "group"  an fp32 scale for SCALE_GROUP columns: element times scale
+         "one"    one known fp32 scale: element times scale
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from torch import Tensor
 from moe_ops.kernels.device.e4m3 import (
     clamp,
     decode_activation,
+    e4m3_scale,
     element_scale,
     exponent_above,
     largest_magnitude,
     nearest,
     quotient,
     reciprocal,
+    store_signed,
 )
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.launch import (
@@ -43,7 +46,7 @@ from moe_ops.kernels.launch import (
     arguments,
     kernel,
 )
-from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, RouterWeights
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, RouterWeights, router_weights
 from moe_ops.kernels.rows.e4m3_int8 import Valid, amax
 from moe_ops.kernels.rows.rounding import GAP, Rounding, h_elements, x_elements
 from moe_ops.kernels.rows.scales import NUM_PARTIALS, Input, Shared, flat
@@ -92,24 +95,26 @@ def row_scale(ptr, K, stride, factor, CHUNK: tl.constexpr):
 
 
 @arguments
-class FakeQuantize:
-    q: Pointer  # (rows, K) bf16 or fp32, written
+class Round:
+    q: Pointer  # (rows, K) of 16 or 32 bits, written; with K_CHUNK e4m3 (rows, 2 K)
     # fp32, written: scales of the sums of q, (rows,) for "row", (1,) for "nv"; else None
     scale: Pointer
     zero: Pointer  # (1,) fp32, set to zero, or None
-    # (rows, K); "nv": its scale holds partial maxima of |x|, or (1,) the known scale
+    # (rows, K); its scale: "nv" partial maxima of |x|, or (1,) the known scale; "one" (1,)
     x: Input
     topk_weights: RouterWeights  # (rows, 1); x is multiplied by them first
     T: Runtime  # rows of a batch
     K: Specialized
     rounding: Rounding
     STATIC: Constant  # known scales of x, of all experts or of each; 0 if there are none
-    CHUNK: Constant
+    CHUNK: Constant  # columns at a time
+    APART: Constant  # batches do not follow one another
+    K_CHUNK: Constant  # e4m3 elements are written by `store_signed`; 0: q is as SCALE says
     PDL: Constant
 
 
-@kernel(FakeQuantize)
-def moe_ops_fake_quantize(
+@kernel(Round)
+def moe_ops_round(
     q_ptr,
     scale_ptr,
     zero_ptr,
@@ -135,13 +140,23 @@ def moe_ops_fake_quantize(
     MAX_VALUE: tl.constexpr,
     STATIC: tl.constexpr,
     CHUNK: tl.constexpr,
+    APART: tl.constexpr,
+    K_CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Round rows. A program takes a row, or CHUNK of its columns."""
-    gdc_wait(PDL)
-    gdc_launch_dependents(PDL)
+    if K_CHUNK:  # before a product that prefetches weights while the last programs of one run
+        gdc_launch_dependents(PDL)
+        gdc_wait(PDL)
+    else:
+        gdc_wait(PDL)
+        gdc_launch_dependents(PDL)
+    WHOLE_ROW: tl.constexpr = SCALE == "row" and SCALE_GROUP == CHUNK
+    INT8: tl.constexpr = MAX_VALUE == 127.0
     m = tl.program_id(0).to(tl.int64)
-    x_ptr += m // T * x_stride_e + m * x_stride_m
+    x_ptr += m * x_stride_m
+    if APART:
+        x_ptr += m // T * x_stride_e
     factor = 1.0
     if topk_weights_ptr is not None:
         factor = tl.load(topk_weights_ptr + m * topk_weights_stride_m).to(tl.float32)
@@ -152,11 +167,14 @@ def moe_ops_fake_quantize(
     first = (m == 0) & (tl.program_id(1) == 0)
     if zero_ptr is not None:
         tl.store(zero_ptr, 0.0, mask=first)
-    if SCALE == "row":
-        of_row = row_scale(x_ptr, K, x_stride_k, factor, CHUNK)
-        tl.store(scale_ptr + m, of_row)
-        inverse = reciprocal(of_row)
-    if SCALE == "nv":
+    if SCALE == "row" and not WHOLE_ROW:
+        scale = row_scale(x_ptr, K, x_stride_k, factor, CHUNK)
+        tl.store(scale_ptr + m, scale)
+        inverse = reciprocal(scale)
+    elif SCALE == "one":
+        scale = tl.load(x_scale_ptr).to(tl.float32)
+        inverse = reciprocal(scale)
+    elif SCALE == "nv":
         if STATIC:  # of one for each expert, the largest
             known = tl.arange(0, x_partials)
             given = tl.max(tl.load(x_scale_ptr + known, mask=known < STATIC, other=0.0), 0)
@@ -168,32 +186,44 @@ def moe_ops_fake_quantize(
             whole = tl.where(most == 0.0, 1.0, tl.minimum(whole, 3.4028234663852886e38))
         part_of_whole = reciprocal(whole)
         tl.store(scale_ptr, quotient(1.0, whole, part_of_whole), mask=first)
-    for start in range(tl.program_id(1) * CHUNK, K, tl.num_programs(1) * CHUNK):
+    begin, end, step = tl.program_id(1) * CHUNK, K, tl.num_programs(1) * CHUNK
+    if WHOLE_ROW:  # numbers that are known unroll the loop
+        begin, end, step = 0, CHUNK, CHUNK
+    for start in range(begin, end, step):
         k = start + lane
         x = activations(x_ptr, k, K, x_stride_k, factor)
-        if SCALE == "row":
-            scale = of_row
-        else:
+        if WHOLE_ROW:
+            scale = element_scale(largest_magnitude(largest_magnitude(x, 1), 0), False)
+            tl.store(scale_ptr + m, scale)
+            inverse = reciprocal(scale)
+        elif SCALE != "row" and SCALE != "one":
             amax = largest_magnitude(x, 1)
             if SCALE == "mx":
-                scale, inverse = power_of_two(amax, RULE, MANTISSA, MAX_VALUE)
+                of_groups, of_inverse = power_of_two(amax, RULE, MANTISSA, MAX_VALUE)
             elif SCALE == "group":
-                scale = element_scale(amax, False)
-                inverse = reciprocal(scale)
+                of_groups = element_scale(amax, True) if INT8 else e4m3_scale(amax, RULE == "ceil")
+                of_inverse = reciprocal(of_groups)
             else:
-                of_group = clamp(whole * quotient(amax, MAX_VALUE, 1.0 / MAX_VALUE), 448.0)
-                of_group = nearest(of_group, 3, -6)
-                scale = quotient(tl.where(of_group == 0.0, 1.0, of_group), whole, part_of_whole)
-                inverse = tl.where(of_group == 0.0, 0.0, reciprocal(scale))
-            scale, inverse = scale[:, None], inverse[:, None]
+                part = clamp(whole * quotient(amax, MAX_VALUE, 1.0 / MAX_VALUE), 448.0)
+                part = nearest(part, 3, -6)
+                of_groups = quotient(tl.where(part == 0.0, 1.0, part), whole, part_of_whole)
+                of_inverse = tl.where(part == 0.0, 0.0, reciprocal(of_groups))
+            scale, inverse = of_groups[:, None], of_inverse[:, None]
         # the product with a power of two is exact
         q = x * inverse if SCALE == "mx" else quotient(x, scale, inverse)
-        q = nearest(clamp(q, MAX_VALUE), MANTISSA, MIN_EXPONENT)
-        if SCALE == "nv":
-            q *= of_group[:, None]
-        elif SCALE != "row":
-            q *= scale
-        tl.store(q_ptr + m * K + k, q.to(q_ptr.dtype.element_ty), mask=k < K)
+        if INT8:  # which has one number more below zero
+            q = tl.where(q < -MAX_VALUE - 1, -MAX_VALUE - 1, tl.where(q > MAX_VALUE, MAX_VALUE, q))
+        else:
+            q = clamp(q, MAX_VALUE)
+        q = nearest(q, MANTISSA, MIN_EXPONENT)
+        if K_CHUNK:
+            store_signed(q_ptr + m * K * 2, k, q, k < K, K_CHUNK)
+        else:
+            if SCALE == "nv":
+                q *= part[:, None]
+            elif SCALE != "row":
+                q *= scale
+            tl.store(q_ptr + m * K + k, q.to(q_ptr.dtype.element_ty), mask=k < K)
 
 
 @triton.jit
@@ -253,7 +283,7 @@ def moe_ops_decode(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What moe_ops_fake_quantize writes, of rows that arrive quantized. Grid: (rows, parts of a
+    """What moe_ops_round writes, of rows that arrive quantized. Grid: (rows, parts of a
     row of CHUNK columns).
     """
     gdc_wait(PDL)
@@ -398,7 +428,7 @@ def round_h(
 
 
 def _known_scales(static: Tensor | None) -> int:
-    """STATIC of moe_ops_fake_quantize. Their tensor is contiguous."""
+    """STATIC of moe_ops_round. Their tensor is contiguous."""
     return 0 if static is None else static.numel()
 
 
@@ -432,7 +462,7 @@ def _round(
     elif r.SCALE == "nv":  # after the partial maxima
         scale = space[end + NUM_PARTIALS :]
     data = flat(space[start:] if start else space, r.dtype, rows * columns)
-    args = FakeQuantize(
+    args = Round(
         q=data,
         scale=scale,
         zero=zero,
@@ -443,8 +473,43 @@ def _round(
         rounding=r,
         STATIC=static,
         CHUNK=CHUNK,
+        APART=source.stride_e != 0,
+        K_CHUNK=0,
         PDL=gpu.pdl,
     )
     rounded = Input(data, 0, columns, 1, scale, scale_stride_m=int(by_row))
     grid = (rows, 1 if by_row else cdiv(columns, CHUNK), 1)
-    return Launch(moe_ops_fake_quantize, grid, args), rounded
+    return Launch(moe_ops_round, grid, args), rounded
+
+
+def round_rows(
+    rounding: Rounding,  # SCALE_GROUP 0: one scale a row
+    y: Tensor,  # (rows, K), written
+    x: Tensor,  # (rows, K)
+    weights: Tensor | None,  # (rows, 1)
+    known: Tensor | None,  # (1,)
+    gpu: Gpu,
+) -> Launch:
+    """y = x, times weights if there are any, as a scheme quantizes it, in y's dtype; with a known
+    scale of all rows, if there is one.
+    """
+    (rows, K), size = x.shape, rounding.SCALE_GROUP or triton.next_power_of_2(x.shape[1])
+    chunk = max(CHUNK, size)
+    scale = rounding.SCALE if known is None else "one"
+    args = Round(
+        q=y,
+        scale=None,
+        zero=None,
+        x=Input(x, 0, x.stride(0), x.stride(1), known),
+        topk_weights=router_weights(weights),
+        T=rows,
+        K=K,
+        rounding=rounding._replace(SCALE=scale, SCALE_GROUP=size),
+        STATIC=0,
+        CHUNK=chunk,
+        APART=False,
+        K_CHUNK=0,
+        PDL=gpu.pdl,
+    )
+    warps = max(4, min(16, chunk // 512))  # of one scale a row, a program has all columns
+    return Launch(moe_ops_round, (rows, cdiv(K, chunk), 1), args, warps)

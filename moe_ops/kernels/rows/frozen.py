@@ -1,5 +1,5 @@
 """Frozen quantized experts in a training step: how their weights are decoded, and how their
-activations are rounded. torch alone; the kernels are mixed_gemm/packed.py and straight_through.py.
+activations are rounded. torch alone; the kernels are mixed_gemm/packed.py and emulated.py.
 """
 
 from __future__ import annotations
@@ -7,29 +7,17 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from moe_ops.kernels.launch import Constant, unprefixed
+from moe_ops.kernels.rows.rounding import Rounding
 from moe_ops.ops.call import Weight
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
-
-
-@unprefixed
-class Elements(NamedTuple):
-    """A scheme's quantized activations, in the terms of straight_through.py."""
-
-    DTYPE: Constant
-    RULE: Constant  # how a power of two is chosen: schemes.QuantDesc.scale_rule
-    MX: Constant  # scales are those of the OCP MX formats
-    MANTISSA: Constant  # bits of an element's mantissa
-    MIN_EXPONENT: Constant  # exponent of an element's least normal number
-    MAX_VALUE: Constant  # an element's largest number
 
 
 class Frozen(NamedTuple):
     """How the experts of a scheme run."""
 
     weight: str  # the scheme of its weights beside activations that are not quantized
-    elements: Elements | None  # of its activations; None if they are not quantized
-    group: int  # columns that share a scale, 0 for all
+    elements: str = ""  # of its activations; "" if they are not quantized
+    rounding: Rounding | None = None  # likewise; its SCALE_GROUP is 0 for one scale a row
 
 
 @cache
@@ -42,15 +30,16 @@ def frozen(scheme: str) -> Frozen | None:
         return None
     alone = get_scheme(QuantScheme("its weights", weight, None)).name
     if activation is None:
-        return Frozen(alone, None, 0)
+        return Frozen(alone)
     of_all = activation.group.is_tensor and not activation.static
     if of_all or activation.global_scale:  # its scale follows from all rows
         return None
     form, columns = activation.format, max(activation.group.cols, 0)
     # integers are numbers of 7 bits of mantissa below its least normal number
     mantissa, least = (form.mantissa, 1 - form.bias) if form.is_float else (7, 7)
-    rule, mx = activation.scale_rule, activation.is_mx
-    return Frozen(alone, Elements(form.name, rule, mx, mantissa, least, form.max), columns)
+    numbers = (activation.scale_rule, mantissa, least, form.max)
+    rounding = Rounding("mx" if activation.is_mx else "group", columns, *numbers)
+    return Frozen(alone, form.name, rounding)
 
 
 def why_not(*weights: Weight) -> str | None:

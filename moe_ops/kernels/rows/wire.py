@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_ops.kernels import launch
-from moe_ops.kernels.launch import Launch, run
+from moe_ops.kernels.launch import run
 from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS
-from moe_ops.kernels.rows.e4m3_int8 import GROUPS, Quantize, Quantized, moe_ops_quantize
+from moe_ops.kernels.rows.e4m3_int8 import GROUPS, Quantized, quantize
 from moe_ops.kernels.rows.scales import rows_of, scales
 from moe_ops.meta.workspace import cdiv
 
@@ -51,7 +51,7 @@ def quantize_rows(
         INT8=q.dtype == torch.int8,
         POWERS=how.powers,
     )
-    args = Quantize(to=to, x=rows_of(x), weights=NO_ROUTER_WEIGHTS, PDL=gpu.pdl)
     parts = cdiv(K, GROUPS * 128) if by_group else 1
+    launches = [quantize(to, rows_of(x), NO_ROUTER_WEIGHTS, parts, gpu)]
     with torch.cuda.device(device) if device >= 0 else nullcontext():
-        run([Launch(moe_ops_quantize, (M, parts, 1), args)], device, gpu)
+        run(launches, device, gpu)

@@ -110,8 +110,8 @@ def what_computes(launches: list) -> list:
         name, skipped = one.kernel.name, ()
         if name in SORTS:
             continue
-        if name == "moe_ops_route_quantize":  # in one launch with the sort, which has the warps
-            name, skipped = "moe_ops_quantize", SORTING
+        if name == "moe_ops_quantize":  # perhaps in one launch with the sort, which has the warps
+            skipped = (*SORTING, "ROWS", "SORTS", "FIRST")
         facts = {
             field: value
             for field, role, value in zip(

@@ -14,7 +14,6 @@ triton = pytest.importorskip("triton")
 
 from moe_ops.kernels import launch
 from moe_ops.kernels.device import e4m3
-from moe_ops.kernels.launch import Launch
 from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS
 from moe_ops.kernels.rows import e4m3_int8, wire
 from moe_ops.kernels.rows.scales import rows_of
@@ -151,9 +150,9 @@ def test_quantized_rows_are_those_of_numerics(device, scheme, K, groups_apart):
         q, scale, *scale.stride(), zeros, rows=5, T=5, zeros=2, K=K, BY_GROUP=by_group,
         GROUPS=16, NATIVE=gpu.native, INT8=False, POWERS=scheme.endswith(":ue8m0"),
     )  # fmt: skip
-    arguments = e4m3_int8.Quantize(to=to, x=rows_of(x), weights=NO_ROUTER_WEIGHTS, PDL=False)
-    grid = (5, -(-K // 2048) if by_group else 1, 1)
-    launch.run([Launch(e4m3_int8.moe_ops_quantize, grid, arguments)], x.get_device(), gpu)
+    parts = -(-K // 2048) if by_group else 1
+    quantizes = e4m3_int8.quantize(to, rows_of(x), NO_ROUTER_WEIGHTS, parts, gpu)
+    launch.run([quantizes], x.get_device(), gpu)
     expected, expected_scale, *_ = numerics.quantize_activation(x, scheme)
     assert torch.equal(codes, expected.view(torch.uint8))
     if by_group:

@@ -13,7 +13,7 @@ from tests.kernels.mixed_gemm.test_packed import everywhere
 from tests.support import oracle
 from tests.support.cases import BF16, QUANTIZED, STATIC_SCALES
 
-rounding = pytest.importorskip("moe_ops.kernels.rows.straight_through")
+rounding = pytest.importorskip("moe_ops.kernels.rows.emulated")
 ROUNDED = [name for name in SCHEMES if name and (how := frozen(name)) and how.elements]
 
 
@@ -34,6 +34,7 @@ def test_router_weights_come_before_rounding(where, scheme):
     y = torch.full(x.shape, torch.nan, device=device)
     on = None if scale is None else scale.to(device)
     index = x.get_device()
-    run([rounding.round_rows(how, y, x, weights, on)], index, gpu(index))
+    of = gpu(index)
+    run([rounding.round_rows(how.rounding, y, x, weights, on, of)], index, of)
     error = oracle.relative_error(y.cpu(), expected)
     assert error < 2 * QUANTIZED and error < 0.4 * oracle.relative_error(twice, expected)
