@@ -56,7 +56,7 @@ import moe_ops
 from moe_ops import environment
 from moe_ops.choose import mixed as mixed_configs
 from moe_ops.choose import plain
-from moe_ops.choose.table import Layer, override
+from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.mixed_gemm import operands
@@ -153,7 +153,7 @@ def variants(base: LayerConfig, scheme: str, shape: Experts) -> Iterator[LayerCo
     """Configurations to compare with `base`, which is the one of `batch_invariant`; those that a
     GPU cannot run give a reason."""
     E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size  # noqa: E741
-    layer = Layer(E, E, K, I, launch.gpu(torch.cuda.current_device()))
+    layer = LayerSizes(E, E, K, I, launch.gpu(torch.cuda.current_device()))
     one = layer._replace(pairs=shape.top_k, top_k=shape.top_k)
     yield base
     mixed = operands.describe(scheme) is not None

@@ -13,7 +13,7 @@ import torch
 from moe_ops.choose import plain, rules
 from moe_ops.choose.candidates import fits_wgmma, fitted, mixed_gemv_k, token_depth
 from moe_ops.choose.rules import block_of, first, is_short, of_block, words
-from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Chosen, Layer, measured
+from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Chosen, LayerSizes, measured
 from moe_ops.kernels.configs import (
     GEMV,
     SM90_MMA,
@@ -46,7 +46,7 @@ MANY_ROWS = LayerConfig(
 
 @lru_cache(maxsize=8192)
 def choose(
-    layer: Layer,
+    layer: LayerSizes,
     bits: int,  # of a weight
     dtype: torch.dtype,  # of x
     direct: bool,
@@ -75,7 +75,9 @@ def choose(
     return LayerConfig(gemm(2 * I), gemm(K), block_m, sort_chunk(layer.pairs), direct=direct)
 
 
-def choose_wgmma(layer: Layer, bits: int, many: int = 0, scaling: str = "") -> LayerConfig | None:
+def choose_wgmma(
+    layer: LayerSizes, bits: int, many: int = 0, scaling: str = ""
+) -> LayerConfig | None:
     """Config of the two GEMMs of sm90_wgmma.py, or None if other kernels are faster for so many
     rows: of 8 bits those of sm80_mma.py are. Of 4 bits these decode each weight as often, but more
     slowly. `many` and `scaling` are `MixedOperand.stages_of_many` and `scaling`.
@@ -123,7 +125,7 @@ def _wgmma_block(average: float, bits: int, many: int, scaling: str) -> int:
     return block_of(rules.WGMMA_BLOCKS_OF_TWO[bits] if many else rules.WGMMA_BLOCKS, average)
 
 
-def _wgmma_words(layer: Layer, block_m: int, bits: int, many: int) -> frozenset[str]:
+def _wgmma_words(layer: LayerSizes, block_m: int, bits: int, many: int) -> frozenset[str]:
     """The words of rules.WGMMA_GEMM and of few tiles."""
     tiles = min(layer.rows, layer.experts) * cdiv(layer.K, 128)
     return of_block(block_m) | words(
@@ -135,7 +137,7 @@ def _wgmma_words(layer: Layer, block_m: int, bits: int, many: int) -> frozenset[
     )
 
 
-def wgmma_for_any_batch(layer: Layer, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
+def wgmma_for_any_batch(layer: LayerSizes, w13: MixedOperand, w2: MixedOperand) -> LayerConfig:
     """Config of sm90_wgmma.py under `batch_invariant`, for any number of rows: its tiles give the
     same bits (benchmarks/batch_invariant.py), sums that SPLIT_K programs share do not.
     """
@@ -147,7 +149,7 @@ def wgmma_for_any_batch(layer: Layer, w13: MixedOperand, w2: MixedOperand) -> La
 
 @Chosen
 def wgmma_of_segments(
-    layer: Layer, bits: int, segments13: int, segments2: int, many: int
+    layer: LayerSizes, bits: int, segments13: int, segments2: int, many: int
 ) -> LayerConfig:
     """`wgmma_for_any_batch` of rows in so many segments."""
     block_m = _wgmma_block(layer.average, bits, many, "")
@@ -179,7 +181,7 @@ def _of_segments(config: GemmConfig, block_m: int, columns: int, segments: int) 
 
 @Chosen
 def for_experts(
-    layer: Layer,
+    layer: LayerSizes,
     dtype: torch.dtype,
     scheme: str,
     bits: int,  # of a weight
@@ -217,7 +219,7 @@ def for_experts(
 
 @Chosen
 def of_two_formats(
-    layer: Layer,  # with rows here
+    layer: LayerSizes,  # with rows here
     bits: tuple[int, int],  # of w13 and of w2 (16: a plain weight)
     dtype: torch.dtype,
     gated: bool,
@@ -251,7 +253,7 @@ def of_two_formats(
     )
 
 
-def many_rows(layer: Layer, bits: int) -> bool:
+def many_rows(layer: LayerSizes, bits: int) -> bool:
     """Whether a layer of so many rows is faster by mixed_gemm/sm90_packed.py, whose blocks of 128
     rows share a decoded weight.
 
@@ -266,7 +268,7 @@ def many_rows(layer: Layer, bits: int) -> bool:
 
 
 @Chosen
-def for_any_batch(layer: Layer, *facts: Any) -> LayerConfig:
+def for_any_batch(layer: LayerSizes, *facts: Any) -> LayerConfig:
     """Config under `batch_invariant`: kernel and tiles that the number of rows has no part in.
     Arguments as for `choose`, whose kernels are never direct then.
     """
@@ -274,7 +276,7 @@ def for_any_batch(layer: Layer, *facts: Any) -> LayerConfig:
     return alike._replace(sort_chunk=sort_chunk(layer.pairs))
 
 
-def choose_gemv(layer: Layer, bits: int) -> LayerConfig:
+def choose_gemv(layer: LayerSizes, bits: int) -> LayerConfig:
     """Config of the kernels of gemv.py: BLOCK_N rows of w13 or w2, and BLOCK_K.
 
     A thread multiplies eight rows, which share the loads and conversions of x. GEMM1 has many
@@ -294,7 +296,7 @@ def choose_gemv(layer: Layer, bits: int) -> LayerConfig:
 
 
 @Chosen
-def gemv_of_two_formats(layer: Layer, bits: tuple[int, int]) -> LayerConfig:
+def gemv_of_two_formats(layer: LayerSizes, bits: tuple[int, int]) -> LayerConfig:
     """Config of the kernels of gemv.py for weights of so many bits, w13 and w2."""
     one, two = [choose_gemv(layer, each) for each in bits]
     return one._replace(gemm2=two.gemm2)
@@ -331,7 +333,7 @@ def token_of_any_batch(top_k: int, segments13: int, segments2: int) -> LayerConf
     return LayerConfig(gemm1, gemm2, 1, sort_chunk(1), SM90_MMA, direct=True)
 
 
-def choose_token(layer: Layer, k_chunk: int, group: int) -> LayerConfig:
+def choose_token(layer: LayerSizes, k_chunk: int, group: int) -> LayerConfig:
     """Config of sm90_mma.py for a token alone.
 
     A thread of GEMM1 asks for all its weights at once where they are few, else in even rounds:

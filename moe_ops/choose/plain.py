@@ -13,7 +13,7 @@ from moe_ops import environment
 from moe_ops.choose import rules
 from moe_ops.choose.candidates import converted_bytes, fitted
 from moe_ops.choose.rules import block_of, first, is_short, of_block, words
-from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Chosen, Layer, measured
+from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Chosen, LayerSizes, measured
 from moe_ops.kernels.configs import GEMV, SM90_TMA, GemmConfig, LayerConfig, sort_chunk
 from moe_ops.kernels.rows.scales import FEW_ROWS
 from moe_ops.meta.workspace import cdiv
@@ -23,7 +23,7 @@ LARGE_ROWS = 24  # rows an expert from which the kernels of sm90_tma.py may run
 
 @lru_cache(maxsize=8192)
 def choose(
-    layer: Layer,
+    layer: LayerSizes,
     itemsize: int,  # bytes of an element of x
     direct: bool,
     # scales of the weights and of the activations: W_SCALE and X_SCALE of sm80_mma.py
@@ -65,7 +65,7 @@ def _step(tile: rules.Tile, columns: int) -> GemmConfig:
 
 
 def _choose_quantized(
-    layer: Layer, itemsize: int, direct: bool, x_scale: str, gated: bool
+    layer: LayerSizes, itemsize: int, direct: bool, x_scale: str, gated: bool
 ) -> LayerConfig:
     """Config for 8-bit weights whose activations are quantized too.
 
@@ -117,7 +117,7 @@ def _choose_quantized(
     )
 
 
-def choose_tma(layer: Layer, quantized: bool, gated: bool) -> LayerConfig:
+def choose_tma(layer: LayerSizes, quantized: bool, gated: bool) -> LayerConfig:
     """Config of the kernels of sm90_tma.py."""
     average = layer.average
     blocks = rules.TMA_BLOCKS_OF_8_BITS if quantized else rules.TMA_BLOCKS
@@ -133,7 +133,7 @@ def choose_tma(layer: Layer, quantized: bool, gated: bool) -> LayerConfig:
     )
 
 
-def choose_gemv(layer: Layer, quantized: bool, itemsize: int) -> LayerConfig:
+def choose_gemv(layer: LayerSizes, quantized: bool, itemsize: int) -> LayerConfig:
     """Config of the kernels of gemv.py: BLOCK_N columns of h or of the output, and BLOCK_K.
 
     If each block quantizes x, it has more rows of weights, which share that work. BLOCK_K of GEMM2
@@ -163,7 +163,7 @@ def choose_gemv(layer: Layer, quantized: bool, itemsize: int) -> LayerConfig:
 
 @Chosen
 def for_experts(
-    layer: Layer,
+    layer: LayerSizes,
     dtype: torch.dtype,
     scheme: str,
     scales: tuple[str, str],  # of the weights and of the activations
@@ -213,7 +213,7 @@ def same_bits_in_all_tiles(dtype: torch.dtype, device: int) -> bool:
 
 
 @Chosen
-def for_any_batch(layer: Layer, *facts: Any) -> LayerConfig:
+def for_any_batch(layer: LayerSizes, *facts: Any) -> LayerConfig:
     """Config under `batch_invariant`: kernel and tiles that the number of rows has no part in.
     Arguments as for `choose`, of which no kernel is direct or that of sm90_tma.py.
     """

@@ -21,7 +21,7 @@ from moe_ops.choose.candidates import (
     layers,
     tiles,
 )
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.configs import GemmConfig, LayerConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.meta.workspace import cdiv
@@ -91,7 +91,9 @@ def gemm_cycles(gemm: Gemm, config: GemmConfig, block_m: int, blocks: float, gpu
     return RATES.launch + waves(programs, many, gpu) * wave
 
 
-def ranked(gemm: Gemm, rows: int, layer: Layer, within: float = 1.25) -> dict[GemmConfig, float]:
+def ranked(
+    gemm: Gemm, rows: int, layer: LayerSizes, within: float = 1.25
+) -> dict[GemmConfig, float]:
     """Legal tiles of a product of blocks of `rows` rows and their estimated cycles, the best
     first, without those that take more than `within` times as long as it.
     """
@@ -102,7 +104,7 @@ def ranked(gemm: Gemm, rows: int, layer: Layer, within: float = 1.25) -> dict[Ge
 
 
 def ranked_space(
-    base: LayerConfig, layer: Layer, itemsize: int, quantized: bool, x_scale: str
+    base: LayerConfig, layer: LayerSizes, itemsize: int, quantized: bool, x_scale: str
 ) -> Space:
     """Configs of the kernels in `gemm` that are worth a measurement, for each kind of block a list
     for GEMM1 and one for GEMM2, the best by estimate first.

@@ -21,7 +21,7 @@ from moe_ops.tables import lookup
 ROWS_OF_ANY_BATCH = 16
 
 
-class Layer(NamedTuple):
+class LayerSizes(NamedTuple):
     """The sizes of an expert layer, or of one product of sorted rows, on a GPU."""
 
     pairs: int  # (token, expert), or rows of the sorted input
@@ -42,12 +42,12 @@ class Layer(NamedTuple):
         """Average rows of an expert."""
         return self.rows / self.experts
 
-    def with_rows(self, rows: int) -> Layer:
+    def with_rows(self, rows: int) -> LayerSizes:
         """The same experts with so many rows here."""
         return self._replace(pairs=rows, routed=0)
 
 
-def measured(base: LayerConfig, layer: Layer, scheme: str, dtype: torch.dtype) -> LayerConfig:
+def measured(base: LayerConfig, layer: LayerSizes, scheme: str, dtype: torch.dtype) -> LayerConfig:
     """The table's config for a layer on its GPU, or `base` if the table has none, or is not asked
     (`override`).
     """

@@ -26,7 +26,7 @@ import torch
 
 from moe_ops import environment
 from moe_ops.choose import candidates, plain, rank
-from moe_ops.choose.table import Layer, override
+from moe_ops.choose.table import LayerSizes, override
 from moe_ops.experts import fused_experts
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, SM90_MMA, LayerConfig
@@ -198,7 +198,7 @@ def search_space(target: Target, base: LayerConfig, num_tokens: int) -> candidat
         return candidates.mixed_space(base, average, mixed.bits, target.num_experts, K)
     if base.kernel == GEMV:
         return candidates.gemv_space(base, K, I)
-    layer = Layer(
+    layer = LayerSizes(
         *(num_tokens * target.top_k, target.num_experts, K, I),
         *(launch.gpu(torch.cuda.current_device()), target.top_k),
     )
@@ -218,7 +218,7 @@ def listing(target: Target, num_tokens: int, gpu: Gpu) -> str:
             f"scheme {target.scheme!r}: run the search, without --list, on a GPU"
         )
     K, I, of = target.hidden_size, target.intermediate_size, scales(target.scheme)  # noqa: E741
-    layer = Layer(num_tokens * target.top_k, target.num_experts, K, I, gpu, target.top_k)
+    layer = LayerSizes(num_tokens * target.top_k, target.num_experts, K, I, gpu, target.top_k)
     dtype = getattr(torch, target.dtype)
     tma = gpu.has_tma and of[:2] in (("", ""), ("block", "group"))
     kernels = (tma and layer.average >= plain.LARGE_ROWS, num_tokens == 1)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from moe_ops.choose import candidates, mixed
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import sm90_occupancy
@@ -21,11 +21,11 @@ GPU = Gpu(227 * 1024, True, True)
 
 
 def choose_wgmma(rows, experts, K, I, *facts):  # noqa: E741
-    return mixed.choose_wgmma(Layer(rows, experts, K, I, GPU), *facts)
+    return mixed.choose_wgmma(LayerSizes(rows, experts, K, I, GPU), *facts)
 
 
 def any_batch(rows, experts, K, I, *facts):  # noqa: E741
-    return mixed.wgmma_of_segments(Layer(rows, experts, K, I, GPU), *facts)
+    return mixed.wgmma_of_segments(LayerSizes(rows, experts, K, I, GPU), *facts)
 
 
 def test_warps_of_blocks_of_64_rows():
@@ -205,7 +205,7 @@ def test_tables_give_blocks_of_two_operands_to_weights_that_run_in_them(monkeypa
     gemm = GemmConfig(128, 128, 3, 4)
     tuned = LayerConfig(gemm, gemm, 48, 256, SM90_WGMMA)
     monkeypatch.setattr(mixed, "measured", lambda *_: tuned)
-    layer = Layer(280, 8, 4096, 14336, GPU, 2)
+    layer = LayerSizes(280, 8, 4096, 14336, GPU, 2)
     problem = layer, torch.bfloat16, "int4_w4a16", 4
     for many, expected in ((4, 48), (0, 64)):
         found = mixed.for_experts(*problem, True, False, False, many)

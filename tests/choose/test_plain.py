@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_ops.choose import mixed, plain
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.configs import sort_chunk
 from moe_ops.kernels.launch import Gpu
 from tests.support.paths import ROOT
@@ -18,7 +18,7 @@ def test_tiles_that_quantize_h_hold_whole_groups(shared_memory):
     shared memory hold one such tile (gfx942)."""
     for average in (1, 8, 24, 100):
         for gated in (True, False):
-            layer = Layer(8 * average, 8, 2048, 768, Gpu(shared_memory, True, True))
+            layer = LayerSizes(8 * average, 8, 2048, 768, Gpu(shared_memory, True, True))
             config = plain.choose(layer, 1, False, "block", "group", gated)
             rows = 256 if gated else 128
             assert config.h_in_fp32 or config.gemm1.block_n == rows
@@ -37,7 +37,7 @@ def test_experts_on_several_devices_have_tiles_for_the_rows_that_come_to_them(na
         for scheme, scales in (("", ("", "")), ("fp8_block", ("block", "group"))):
 
             def config(M, routed, scheme=scheme, scales=scales):
-                layer = Layer(M * top_k, E, K, I, gpu, top_k, routed)
+                layer = LayerSizes(M * top_k, E, K, I, gpu, top_k, routed)
                 if narrow:
                     how = "int4_w4a16", 4, True, False, False, 4
                     return mixed.for_experts(layer, torch.bfloat16, *how)
@@ -55,7 +55,7 @@ def test_one_token_keeps_the_room_of_all_its_pairs():
     """h in fp32 has room for two rows of each expert here, and all pairs may come to these."""
     facts = torch.bfloat16, "fp8_block", ("block", "group"), True
     for E, in_fp32 in ((4, True), (2, False)):
-        layer = Layer(8, E, 2048, 768, Gpu(232448, True, True), 8, 128)
+        layer = LayerSizes(8, E, 2048, 768, Gpu(232448, True, True), 8, 128)
         config = plain.for_experts(layer, *facts)
         assert config.h_in_fp32 == in_fp32
 
@@ -75,7 +75,7 @@ def test_tiles_of_one_token_share_multiprocessors_that_would_take_turns(
     shared_memory,
     stages,  # noqa: E741
 ):
-    layer = Layer(pairs, 64, 7168, I, Gpu(shared_memory, True, True))
+    layer = LayerSizes(pairs, 64, 7168, I, Gpu(shared_memory, True, True))
     config = plain.choose(layer, 2, True, "block", "group")
     assert config.gemm1.block_n == 256 and config.gemm1.num_stages == stages
 
@@ -93,7 +93,7 @@ def test_rules_choose_what_was_about_the_fastest(scheme):
         if cell["scheme"] != scheme:
             continue
         (E, top_k, K, I), M = cell["shape"], cell["num_tokens"]  # noqa: E741
-        layer = Layer(M * top_k, E, K, I, gpu, top_k)
+        layer = LayerSizes(M * top_k, E, K, I, gpu, top_k)
         tma = layer.rows >= plain.LARGE_ROWS * E
         found = plain.for_experts(layer, torch.bfloat16, scheme, scales, True, tma, M == 1)
         tiles = [found.kernel, found.block_m, found.split_m, [*found.gemm1], [*found.gemm2]]

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from moe_ops.choose import candidates, rank
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.configs import SM90_TMA, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import Gpu
 from tests.support.paths import ROOT
@@ -54,7 +54,7 @@ def test_a_last_wave_takes_the_part_that_it_fills():
 
 
 def test_spaces_to_search_are_legal():
-    layer = Layer(2048, 128, 4096, 1536, GPU, 8)
+    layer = LayerSizes(2048, 128, 4096, 1536, GPU, 8)
     gemm = GemmConfig(128, 64, 3, 4)
     for kernel in ("sm80_mma", SM90_TMA):
         base = LayerConfig(gemm, gemm, 64, 256, kernel)

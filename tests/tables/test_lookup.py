@@ -8,7 +8,7 @@ import pytest
 import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.choose import plain as configs
-from moe_ops.choose.table import Layer, override
+from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels.configs import (
     SM90_WGMMA,
     GemmConfig,
@@ -74,7 +74,7 @@ def test_configs_that_want_h_in_fp32_are_for_few_rows(table):
     problem = (BF16, "fp8_block", ("block", "group"), True)
 
     def config(M, experts, routed=0):
-        layer = Layer(2 * M, experts, 512, 256, GPU, 2, routed)
+        layer = LayerSizes(2 * M, experts, 512, 256, GPU, 2, routed)
         return configs.for_experts(layer, *problem)
 
     assert config(8, 8) == tuned
@@ -87,14 +87,14 @@ def test_configs_that_want_h_in_fp32_are_for_few_rows(table):
 def test_configs_that_want_another_workspace_are_passed_over(table):
     record.record(table, "Test GPU", TARGET, 64, fields_of(MANY._replace(h_in_fp32=True)), 1.0)
     assert not chosen(64).h_in_fp32
-    assert chosen(64) == configs.choose(Layer(128, 8, 512, 256, GPU), 2, False)
+    assert chosen(64) == configs.choose(LayerSizes(128, 8, 512, 256, GPU), 2, False)
 
 
 def test_quantized_layers_without_a_gate_have_configs_of_their_own(table):
     target = TARGET | {"scheme": "fp8_block"}
     tuned = MANY._replace(gemm1=GemmConfig(256, 128, 3, 4), quantize_x=True)
     record.record(table, "Test GPU", target, 64, fields_of(tuned), 1.0)
-    layer = Layer(128, 8, 512, 256, GPU, 2)
+    layer = LayerSizes(128, 8, 512, 256, GPU, 2)
     problem = (layer, BF16, "fp8_block", ("block", "group"))
     assert configs.for_experts(*problem, True).gemm1 == tuned.gemm1
     assert configs.for_experts(*problem, False).gemm1.block_n == 128

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import moe_ops
 from moe_ops import backends as backends_module
 from moe_ops.choose import plain as configs
-from moe_ops.choose.table import Layer, override
+from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels.configs import (
     SM90_WGMMA,
     GemmConfig,
@@ -61,7 +61,7 @@ def fill(path, **changes):
 def chosen(M, **changes):
     t = TARGET | changes
     shape, top_k = (t["num_experts"], t["hidden_size"], t["intermediate_size"]), t["top_k"]
-    layer = Layer(M * top_k, *shape, GPU, top_k)
+    layer = LayerSizes(M * top_k, *shape, GPU, top_k)
     return configs.for_experts(layer, BF16, t["scheme"], ("", ""), True)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.choose import mixed as choose
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.comm.push import sum_ranks
@@ -91,7 +91,7 @@ def experts(a: ExpertsArgs) -> None:
     w13, w2 = _weights(a, gpu)
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
-    layer = Layer(M * top_k, w2.E, K, w2.K, gpu, top_k, a.global_experts)
+    layer = LayerSizes(M * top_k, w2.E, K, w2.K, gpu, top_k, a.global_experts)
     if a.options.batch_invariant and runs_wgmma(a, w13, w2, dtype, rounding):
         one = configs.in_segments(w13, w2, top_k) if rounding is None else None
         w13, w2 = one or (w13, w2)
@@ -166,7 +166,7 @@ def runs_packed(
 
 def _config(
     a: ExpertsArgs,
-    layer: Layer,
+    layer: LayerSizes,
     w13: MixedOperand,
     w2: MixedOperand,
     dtype: torch.dtype,
@@ -351,7 +351,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     rounding = rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     of_rows = choose.for_any_batch if a.options.batch_invariant else choose.choose
-    config = of_rows(Layer(E * T, E, K, w2.K, gpu), w2.format.bits, dtype, False)
+    config = of_rows(LayerSizes(E * T, E, K, w2.K, gpu), w2.format.bits, dtype, False)
     parts, behind = batched_chunks(a), None
     if rounding is not None and rounding.SCALE == "nv":
         behind = x_elements(parts[0].w2.shape[0] * T, K, rounding)
@@ -408,7 +408,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     K, rounding = w.K, rounding_of(a.scheme)
     dtype = x.dtype if rounding is None else rounding.dtype
     of_rows = choose.for_any_batch if a.options.batch_invariant else choose.choose
-    config = of_rows(Layer(S, w.E, K, K, gpu), w.format.bits, dtype, False)
+    config = of_rows(LayerSizes(S, w.E, K, K, gpu), w.format.bits, dtype, False)
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.
     routing = sorted_rows(a.index_workspace, w.E, num_blocks_of(S, w.E + 1, block_m))

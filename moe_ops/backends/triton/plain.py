@@ -16,7 +16,7 @@ from moe_ops.choose.plain import (
     for_experts,
     same_bits_in_all_tiles,
 )
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.comm.push import sum_ranks
@@ -67,7 +67,7 @@ def experts(a: ExpertsArgs) -> None:
     scaling = scaling_of(a.scheme, gpu.native)
     w_scale, x_scale, *_ = scaling
     pairs, scales = M * top_k, (w_scale, x_scale)
-    layer = Layer(pairs, E, K, I, gpu, top_k, a.global_experts)
+    layer = LayerSizes(pairs, E, K, I, gpu, top_k, a.global_experts)
     if a.options.batch_invariant and not same_bits_in_all_tiles(dtype, device):
         config = for_any_batch(layer, dtype.itemsize, False, *scales, activation.GATED)
     else:
@@ -174,7 +174,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     w_scale, x_scale, *_ = scaling
     facts = (dtype.itemsize, False, w_scale, x_scale, activation.GATED)
     one_config = a.options.batch_invariant and not same_bits_in_all_tiles(dtype, device)
-    config = (for_any_batch if one_config else choose)(Layer(E * T, E, K, I, gpu), *facts)
+    config = (for_any_batch if one_config else choose)(LayerSizes(E * T, E, K, I, gpu), *facts)
     run_in_chunks(
         a,
         batched_chunks(a),
@@ -240,7 +240,7 @@ def grouped_linear(a: GroupedLinearArgs) -> None:
     w_scale, x_scale, *_ = scaling
     one_config = a.options.batch_invariant and not same_bits_in_all_tiles(out.dtype, device)
     config = (for_any_batch if one_config else choose)(
-        Layer(S, E, K, K, gpu), out.dtype.itemsize, False, w_scale, x_scale, False
+        LayerSizes(S, E, K, K, gpu), out.dtype.itemsize, False, w_scale, x_scale, False
     )
     block_m = config.block_m
     # The rows past the last group are one more group, which is zeroed.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.backends.triton import mixed
 from moe_ops.choose import mixed as choose
-from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Layer
+from moe_ops.choose.table import ROWS_OF_ANY_BATCH, LayerSizes
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.comm.push import sum_ranks
@@ -80,7 +80,7 @@ def _config(
     (M, top_k), E, K = a.topk_ids.shape, a.w2.shape[0], a.out.shape[1]
     I, dtype = _columns(w2), a.hidden_states.dtype  # noqa: E741
     bits, chunk = (_bits(w13), _bits(w2)), sort_chunk(M * top_k)
-    layer = Layer(M * top_k, E, K, I, gpu, top_k, a.global_experts)
+    layer = LayerSizes(M * top_k, E, K, I, gpu, top_k, a.global_experts)
     wgmma = direct = False
     if a.options.batch_invariant:
         layer = layer.with_rows(ROWS_OF_ANY_BATCH * E)
@@ -166,7 +166,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     w13, w2 = _weights(a, gpu)
     activation = activated(a.options.activation)
     rows = (ROWS_OF_ANY_BATCH if a.options.batch_invariant else T) * E
-    bits, layer = (_bits(w13), _bits(w2)), Layer(rows, E, K, _columns(w2), gpu)
+    bits, layer = (_bits(w13), _bits(w2)), LayerSizes(rows, E, K, _columns(w2), gpu)
     how = (activation.GATED, False, False, sort_chunk(E * T))
     config = choose.of_two_formats(layer, bits, x.dtype, *how)
     for part in batched_chunks(a):

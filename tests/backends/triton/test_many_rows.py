@@ -13,7 +13,7 @@ import moe_ops
 from moe_ops import environment
 from moe_ops.choose import mixed as choose
 from moe_ops.choose import table
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels import configs as kernel_configs
 from moe_ops.kernels import launch
 from moe_ops.kernels.launch import Gpu
@@ -49,7 +49,8 @@ SIZES = {"E": 4, "top_k": 2, "K": 128, "I": 64}
 )
 def test_from_how_many_rows_on(rows, I, bits, expected):  # noqa: E741
     assert (
-        choose.many_rows(Layer(rows * 8, 8, 4096, I, Gpu(227 << 10, True, True)), bits) == expected
+        choose.many_rows(LayerSizes(rows * 8, 8, 4096, I, Gpu(227 << 10, True, True)), bits)
+        == expected
     )
 
 
@@ -134,7 +135,7 @@ def test_too_many_experts():
 def test_a_table_does_not_choose_it():
     """A table has what was measured at the nearest M, where experts may have had more rows, in a
     layer without router weights on the input."""
-    layer = Layer(384, 8, 4096, 14336, Gpu(227 * 1024, True, True), 2)
+    layer = LayerSizes(384, 8, 4096, 14336, Gpu(227 * 1024, True, True), 2)
     problem = (layer, BF16, "fp8_w8a16:block", 8)
     with mock.patch.object(choose, "measured", lambda *_: choose.MANY_ROWS):
         found = choose.for_experts(*problem, True, False)

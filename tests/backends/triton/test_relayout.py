@@ -17,7 +17,7 @@ pytest.importorskip("triton.experimental.gluon")
 import moe_ops
 from moe_ops.backends.triton import backend
 from moe_ops.choose import mixed
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.configs import SM90_WGMMA
 from moe_ops.kernels.launch import gpu
 from moe_ops.meta.scales import TRITON_E2M1, triton_e2m1_scale_shape
@@ -144,7 +144,7 @@ def test_explain_says_which_version_of_triton_costs_kernels():
 @pytest.mark.parametrize("M", [2, 64, 300, 5000])
 def test_prepared_weights_get_configs_that_read_them(M):
     """However many rows an expert has, and whatever a table says."""
-    layer = Layer(2 * M, 4, 256, 128, gpu(-1), 2)
+    layer = LayerSizes(2 * M, 4, 256, 128, gpu(-1), 2)
     others = mixed.choose(layer, 4, BF16, False)
     args = (layer, BF16, "mxfp4_w4a16", 4, True, False, True)
     with mock.patch.object(mixed, "measured", lambda *_: others):

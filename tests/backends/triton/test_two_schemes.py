@@ -13,7 +13,7 @@ import torch
 
 import moe_ops
 from moe_ops.choose import mixed as configs
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.configs import GEMV, SM80_MMA, SM90_WGMMA
 from moe_ops.kernels.launch import INTERPRETED, Gpu
 from moe_ops.planning import machine as machines
@@ -102,17 +102,17 @@ def test_kernels_on_hopper():
 def test_configs_have_the_tiles_of_each_format():
     rest = (True, False, True, 64)
     for rows in (64, 512, 4096):
-        layer = Layer(rows, 128, 2048, 768, GPU)
+        layer = LayerSizes(rows, 128, 2048, 768, GPU)
         one = configs.of_two_formats(layer, (4, 8), BF16, *rest)
         four, eight = [configs.choose_wgmma(layer, bits) for bits in (4, 8)]
         assert (one.gemm1, one.gemm2, one.block_m) == (four.gemm1, eight.gemm2, four.block_m)
         assert one.kernel == SM90_WGMMA and one.split_k == eight.split_k
         beside = configs.of_two_formats(layer, (4, 16), BF16, *rest)
         assert beside.block_m >= 16 and beside.split_k == 1
-    ada = Layer(512, 128, 2048, 768, GPU._replace(shared_memory=99 * 1024))
+    ada = LayerSizes(512, 128, 2048, 768, GPU._replace(shared_memory=99 * 1024))
     older = configs.of_two_formats(ada, (4, 16), BF16, True, False, False, 64)
     assert older.kernel == SM80_MMA
-    token = configs.gemv_of_two_formats(Layer(8, 128, 2048, 768, GPU, 8), (4, 8))
+    token = configs.gemv_of_two_formats(LayerSizes(8, 128, 2048, 768, GPU, 8), (4, 8))
     assert token.kernel == GEMV and token.gemm1 != token.gemm2
 
 

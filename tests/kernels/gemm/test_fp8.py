@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 
 from moe_ops.backends.triton import backend
 from moe_ops.choose import plain as configs
-from moe_ops.choose.table import Layer, override
+from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels.configs import GemmConfig, LayerConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.rows import e4m3_int8
@@ -263,7 +263,7 @@ def test_workspaces_hold_whatever_config_is_chosen(scheme):
                 for b in backend.workspace_shapes(M, problem)
             ]
             for memory in (99 * 1024, 227 * 1024):
-                layer = Layer(pairs, E, K, I, Gpu(memory, True, True))
+                layer = LayerSizes(pairs, E, K, I, Gpu(memory, True, True))
                 config = configs.choose(layer, 2, M == 1, *scales)
                 codes = torch.float8_e4m3fn
                 h, _ = hidden(ws13, pairs, I, BF16, scales.x, config, static, codes)

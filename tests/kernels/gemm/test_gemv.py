@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ops.choose.plain import choose_gemv
-from moe_ops.choose.table import Layer, override
+from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import INTERPRETED, gpu
 from tests.kernels.mixed_gemm.test_sm80_mma import everywhere
@@ -111,7 +111,7 @@ def test_long_sums_of_the_second_product(where, scheme, I):  # noqa: E741
     many rows for the interpreter.
     """
     case = Case(*where, scheme, **{**SIZES, "K": 48, "I": I, "top_k": 1, "ids": IDS[:, :1]})
-    layer = Layer(case.args[4].numel(), 3, 48, I, gpu(-1))
+    layer = LayerSizes(case.args[4].numel(), 3, 48, I, gpu(-1))
     base = choose_gemv(layer, bool(scheme), where[1].itemsize)
     with override(base._replace(gemm1=GemmConfig(16, 128, 1, 4))):
         case.check("triton")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_ops.activations import NAMES, Activation
 from moe_ops.choose import plain as configs
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.launch import Gpu
 from moe_ops.ops.options import Options, encode
 from moe_ops.ops.problem import Machine, Problem
@@ -481,7 +481,7 @@ def test_grouped_linear(where, ends, S, K, N):
     st.sampled_from([2, 4]), st.sampled_from([99 * 1024, 163 * 1024, 227 * 1024]),
 )  # fmt: skip
 def test_configs_fit_shared_memory(rows, groups, K, I, itemsize, limit):  # noqa: E741
-    layer = Layer(rows, groups, K, I, Gpu(limit, True, True))
+    layer = LayerSizes(rows, groups, K, I, Gpu(limit, True, True))
     config = configs.choose(layer, itemsize, False)
     for n, k, num_stages, _ in (config.gemm1, config.gemm2):
         assert num_stages >= 2 and n >= 64 and k >= 16

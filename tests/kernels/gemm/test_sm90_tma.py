@@ -14,7 +14,7 @@ from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, toleranc
 triton = pytest.importorskip("triton")
 
 from moe_ops.choose import plain as configs  # noqa: E402
-from moe_ops.choose.table import Layer, override  # noqa: E402
+from moe_ops.choose.table import LayerSizes, override  # noqa: E402
 from moe_ops.kernels.activation import activated  # noqa: E402
 from moe_ops.kernels.configs import SM90_TMA, GemmConfig, LayerConfig  # noqa: E402
 from moe_ops.kernels.gemm import sm90_tma  # noqa: E402
@@ -255,7 +255,7 @@ def test_rows_of_blocks_and_memory_of_chosen_configs():
         for scales in (("", ""), ("block", "group")):
             size = 1 if scales[0] else 2
             memory = 227 * 1024
-            layer = Layer(rows, 2, 512, 512, Gpu(memory, True, True))
+            layer = LayerSizes(rows, 2, 512, 512, Gpu(memory, True, True))
             config = configs.choose(layer, 2, False, *scales, True, True)
             assert config.kernel == SM90_TMA and config.block_m % config.split_m == 0
             for gemm in (config.gemm1, config.gemm2):

@@ -13,7 +13,7 @@ import torch
 import moe_ops
 from moe_ops.choose import candidates
 from moe_ops.choose import mixed as choose
-from moe_ops.choose.table import Layer, override
+from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import gpu
 from moe_ops.schemes import get_scheme
@@ -269,7 +269,7 @@ def test_configs_to_search(bits, K, I, top_k):  # noqa: E741
     """Every warp of a program has columns of its own, and the tiles taken without a table are
     among those searched.
     """
-    base = choose.choose_gemv(Layer(top_k, 8, K, I, gpu(-1), top_k), bits)
+    base = choose.choose_gemv(LayerSizes(top_k, 8, K, I, gpu(-1), top_k), bits)
     ((first, second),) = candidates.mixed_gemv_space(base, top_k, K, I, bits)
     ones, twos = [config.gemm1 for config in first], [config.gemm2 for config in second]
     assert base.kernel == GEMV and base.gemm1 in ones and base.gemm2 in twos

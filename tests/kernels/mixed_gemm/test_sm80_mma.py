@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from moe_ops.backends.triton import backend
 from moe_ops.choose import mixed
-from moe_ops.choose.table import Layer, override
+from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels.configs import GemmConfig, LayerConfig, block_bound
 from moe_ops.kernels.launch import gpu
 from moe_ops.kernels.mixed_gemm import configs, operands, sm80_mma
@@ -287,7 +287,7 @@ def test_index_workspace_and_shared_memory_hold_every_tile(bits):
             problem = Problem("experts", E, 256, 256, 512, top_k, BF16, scheme=scheme)
             (index,) = backend.workspace_shapes(M, problem).index.shape
             for dtype in (FP32, BF16, FP16):
-                config = mixed.choose(Layer(pairs, E, 256, 256, gpu(-1)), bits, dtype, M == 1)
+                config = mixed.choose(LayerSizes(pairs, E, 256, 256, gpu(-1)), bits, dtype, M == 1)
                 assert config.block_m >= configs.SMALLEST_BLOCK_M
                 assert 4 * block_bound(pairs, E, config.block_m) + pairs <= index
                 for gemm in (config.gemm1, config.gemm2):

@@ -17,7 +17,7 @@ from tests.support.cases import BF16, FP32, Case
 pytest.importorskip("triton.experimental.gluon")
 
 from moe_ops.choose import candidates, mixed
-from moe_ops.choose.table import Layer
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.configs import SM90_MMA, GemmConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import configs, sm90_decode, sm90_mainloop, sm90_mma
@@ -123,7 +123,7 @@ def test_where_all_of_h_is_brought_at_once(tile, rows):
 @pytest.mark.parametrize("top_k, I", [(1, 8192), (2, 8192), (2, 14336), (4, 2880), (4, 4096)])
 def test_all_of_h_has_the_chunks_of_all_rounds(top_k, I):  # noqa: E741
     """Whatever config a search tries: those past the row's end are zeros, too."""
-    base = mixed.choose_token(Layer(top_k, 8, 2880, I, GPU, top_k), 128, 32)
+    base = mixed.choose_token(LayerSizes(top_k, 8, 2880, I, GPU, top_k), 128, 32)
     slots, whole = configs.token_slots(top_k), 0
     ((_, twos),) = candidates.token_space(base, top_k, 2880, I, 32)
     for block_n, _, depth, warps in {two.gemm2 for two in (base, *twos)}:
@@ -182,7 +182,7 @@ def test_rows_under_batch_invariant_are_summed_in_segments(scheme, scales, K, pa
         tile = sm90_mma._tile_of(one, gemm)
         assert (tile.SPLIT, tile.K_PART * one.segments, tile.TWO) == (one.segments, K, False)
     for rows in (1, 8, 100, 300, 1000, 10000):
-        layer = Layer(rows, w.E, K, K, GPU)
+        layer = LayerSizes(rows, w.E, K, K, GPU)
         many = mixed.wgmma_for_any_batch(layer, *found)
         for one, gemm in zip(found, (many.gemm1, many.gemm2), strict=True):
             assert K // one.segments % one.block_k(gemm) == 0 and many.split_k == 1
@@ -238,7 +238,7 @@ def test_which_token_these_kernels_serve():
         (4, 3072, 1024, 128, 128): ((16, 6, 4), (64, 4, 8)),
     }.items():
         top_k, K, I, *scales = sizes  # noqa: E741
-        found = mixed.choose_token(Layer(top_k, 8, K, I, GPU, top_k), *scales)
+        found = mixed.choose_token(LayerSizes(top_k, 8, K, I, GPU, top_k), *scales)
         gemms = [(g.block_n, g.num_stages, g.num_warps) for g in (found.gemm1, found.gemm2)]
         assert found.kernel == SM90_MMA and tuple(gemms) == expected
 
@@ -248,7 +248,7 @@ def test_which_token_these_kernels_serve():
 )
 def test_search_tries_parts_that_rows_have(top_k, K, I, group):  # noqa: E741
     """And as many warps of GEMM2 as slots and parts."""
-    base = mixed.choose_token(Layer(top_k, 8, K, I, GPU, top_k), 128, group)
+    base = mixed.choose_token(LayerSizes(top_k, 8, K, I, GPU, top_k), 128, group)
     ((ones, twos),) = candidates.token_space(base, top_k, K, I, group)
     assert base.gemm1 in [one.gemm1 for one in ones] and base.gemm2 in [t.gemm2 for t in twos]
     slots = configs.token_slots(top_k)

@@ -26,7 +26,7 @@ import moe_ops
 from moe_ops import environment
 from moe_ops.backends.triton import mixed
 from moe_ops.choose import mixed as choose
-from moe_ops.choose.table import Layer, override
+from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
 from moe_ops.kernels.device.blocks import TAKEN1, TAKEN2, pack_block, unpack_block
@@ -956,7 +956,7 @@ def test_which_sums_of_int4_are_scaled():
 )
 def test_where_products_in_e4m3_are_faster(M, sizes, expected):
     E, top_k, K, I = sizes  # noqa: E741
-    config = choose.choose_wgmma(Layer(M * top_k, E, K, I, GPU), 4)
+    config = choose.choose_wgmma(LayerSizes(M * top_k, E, K, I, GPU), 4)
     w2 = int4_e4m3()._replace(E=E, N=K, K=I)
     split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
     assert configs.multiplies_e4m3(config, w2, split_k, M * top_k, GPU) == expected
