@@ -15,9 +15,9 @@ from tests.house.test_imports import PACKAGE, package_files
 # each kernel file; the others are to become one class, or to get names of their own.
 SEVERAL = {
     **{"Gemm1": 7, "Gemm2": 7, "GemvStrides": 2, "RoundRows": 2, "WgmmaTile": 2},
-    **{"Activate": 3, "Scatter": 3, "Quantized": 3, "Operand": 3, "Pairs": 3, "Matrix": 3},
-    **{"Format": 4, "Scales": 4, "Weight": 3, "Experts": 3, "Form": 2, "Gate": 2, "Gemm": 2},
-    **{"Choice": 2, "Kind": 2, "LowRank": 2},
+    **{"Format": 4, "Pairs": 4, "Scales": 3, "Weight": 3, "Matrix": 3, "Products": 3, "Layer": 3},
+    **{"Experts": 3, "Form": 2, "Gate": 2, "Gemm": 2, "Choice": 2, "Kind": 2, "LowRank": 2},
+    **{"Batches": 2, "Quantized": 2},
 }
 # of the rooms that know backends by their protocol alone, what still imports one
 KNOWS_BACKENDS = {
@@ -86,6 +86,52 @@ def test_gradients_and_layers_import_no_backend():
 )
 def test_an_import_of_a_backend_is_found(source, found):
     assert of_a_backend(source) == found
+
+
+CALLED = ("ops", "planning", "backends", "autograd")  # the rooms that a call goes through
+
+
+def fields(source: str) -> dict[str, list[str]]:
+    """The fields of each class of a source, by name."""
+    return {
+        node.name: [part.target.id for part in node.body if _is_field(part)]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def _is_field(node: ast.AST) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+
+
+def also_written(sources: dict[str, str], of: str) -> list[str]:
+    """Where a field of one class is written in the body of another one."""
+    found = {name: fields(source) for name, source in sources.items()}
+    (options,) = (classes[of] for classes in found.values() if of in classes)
+    return [
+        f"{name}: {other}.{field}"
+        for name, classes in found.items()
+        for other, names in classes.items()
+        for field in names
+        if other != of and field in options
+    ]
+
+
+def test_a_flag_of_a_call_is_written_in_one_class():
+    rooms = [p for p in package_files() if p.relative_to(PACKAGE).parts[0] in CALLED]
+    assert not also_written({str(path): path.read_text() for path in rooms}, "Options")
+
+
+def test_a_flag_that_is_written_twice_is_found():
+    one = "class Options:\n    a: int\n    b: int = 1\n    def f(self): ...\n"
+    other = "class Problem:\n    c: int\n    b: int\n"
+    assert also_written({"one": one, "other": other}, "Options") == ["other: Problem.b"]
+    assert also_written({"one": one, "other": other.replace("b", "d")}, "Options") == []
+
+
+def test_a_backend_has_few_fields():
+    found = fields((PACKAGE / "ops" / "backend.py").read_text())
+    assert 8 < len(found["Backend"]) <= 12
 
 
 def test_sources_are_looked_at():
