@@ -45,7 +45,8 @@ _POINTWISE = {
 def _of_gate(gate: Gate, module: HfModule) -> Activation | None:
     if not gate.name:
         return _plain(module)
-    if gate.of_silu and _plain(module) != Activation("silu"):
+    plain = _plain(module) if gate.of_silu else None
+    if gate.of_silu and (plain is None or plain.name != "silu"):
         return None
     limit = getattr(module, gate.limit)
     if not gate.alpha:

@@ -273,12 +273,13 @@ def _replay(
             f"call, got {ids.shape[0]}: a block of replay_routing is one forward pass of the "
             "tokens that were recorded"
         )
-    if is_sharded(linear_of(router, module).weight):
+    linear = linear_of(router, module)
+    if is_sharded(linear.weight):
         raise ValueError(
             f"the weight of {type(module).__name__} must be whole when it is called, got a "
             "DTensor; replay_routing takes models that FSDP2 shards, and gathers for a forward"
         )
-    return routed(router, rule, module, hidden_states, ids)
+    return routed(router, rule, module, linear, hidden_states, ids)
 
 
 _entering = threading.Lock()

@@ -84,9 +84,16 @@ def rule_of(router: Router, module: HfModule, x: Tensor, *more: Tensor) -> Rule 
         if router.sums_two:  # as `route` does where there is a bias
             zeros = module.weight.new_zeros(module.weight.shape[0], dtype=torch.float32)
             options["correction_bias"] = zeros
-    weight = linear_of(router, module).weight
-    dtypes = {"input": x.dtype, "weight": weight.dtype, "float32": torch.float32}
-    return Rule(method, dtypes[router.logits], dtypes[router.weights], options)
+    logits, weights = router.logits, router.weights
+    return Rule(
+        method, _dtype(logits, router, module, x), _dtype(weights, router, module, x), options
+    )
+
+
+def _dtype(said: str, router: Router, module: HfModule, x: Tensor) -> torch.dtype:
+    if said == "weight":
+        return linear_of(router, module).weight.dtype
+    return x.dtype if said == "input" else torch.float32
 
 
 def _at(module: HfModule, path: str) -> Any:
@@ -107,22 +114,22 @@ def router_forward(
     rule = rule_of(router, module, hidden_states, *more)
     linear = linear_of(router, module)
     own = linear is not module and _carries(linear)  # an adapter, since the router was checked
-    if own or rule is None or not _served(router, rule, module, hidden_states):
+    if own or rule is None or not _served(router, rule, module, linear, hidden_states):
         return type(module).forward(module, hidden_states, *more)
-    return routed(router, rule, module, hidden_states)
+    return routed(router, rule, module, linear, hidden_states)
 
 
 def routed(
     router: Router,
     rule: Rule,
     module: HfModule,
+    linear: HfModule,
     hidden_states: Tensor,
     topk_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a router of this rule returns: of the experts that it chooses, or of recorded ones
     (M, top_k), whose weights are computed with gradients.
     """
-    linear = linear_of(router, module)
     weight, bias = linear.weight, getattr(linear, "bias", None)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     if router.norm:
@@ -164,8 +171,7 @@ def _carries(linear: HfModule) -> bool:
     return type(linear) is not nn.Linear or "forward" in vars(linear)
 
 
-def _served(router: Router, rule: Rule, module: HfModule, x: Tensor) -> bool:
-    linear = linear_of(router, module)
+def _served(router: Router, rule: Rule, module: HfModule, linear: HfModule, x: Tensor) -> bool:
     weight, bias = linear.weight, getattr(linear, "bias", None)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled():
