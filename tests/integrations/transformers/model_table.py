@@ -93,7 +93,7 @@ def runs_parallel(model: nn.Module) -> bool:
     """Whether two devices with half of the experts each add up to the layer, each given the ids
     that transformers' routers give it: its own count stands for experts of others."""
     layer, inputs = probe(model)
-    if layer.family is not None or layer.module is not layer.owner:
+    if not layer.on_hook or layer.module is not layer.owner:
         return False
     x, ids, weights = inputs
     count = layer.owner.num_experts
