@@ -169,6 +169,12 @@ def calls() -> Iterator[AnyCall]:
     for dtype in (torch.float16, torch.float32):
         for M in (1, 8, 64, 1024):
             yield Call(SHAPES["odd"], M, dtype=dtype, activation="gelu_tanh")
+    for M in (1, 8, 64, 1024):
+        yield Call(qwen3, M, "int4_w4a16:g128", dtype=torch.float16)
+    for scheme in ("int8_w8a16:channel", "fp8_w8a16:block"):
+        yield Call((16, 2, 4096, 6400), 32, scheme)  # GEMM2 has a wave and a short one
+    yield Call((60, 8, 7168, 512), 1, "fp8_block", transposed=True)
+    yield Call((8, 2, 4096, 2048), 4096)  # blocks are mostly full
     yield from _around_products()
     yield from _routers()
     yield from _steps()

@@ -109,12 +109,11 @@ def _time(tiles: int, blocks: int, gpu: Gpu) -> float:
 
 def _max_blocks(kernel: WgmmaKernel, consumer_registers: int, gpu: Gpu) -> int:
     """Blocks that fit on a multiprocessor, with so many registers a consumer thread."""
-    block_n, _, num_stages, _ = kernel.config
-    weight_bytes, x_bytes = block_n * kernel.format.bits / 8, kernel.block_m * 2  # of one column
-    if kernel.format.name == "e2m1_words":
-        weight_bytes += block_n / kernel.format.group
-    shared = num_stages * kernel.block_k * (weight_bytes + x_bytes) + 2048
-    fit = max(1, int(gpu.multiprocessor_memory // shared))
+    tile, of = kernel.config._replace(block_k=kernel.block_k), kernel.format
+    stage = tile.stage_bytes(kernel.block_m, of.bits, 2)
+    if of.name == "e2m1_words":
+        stage += tile.block_n * tile.block_k // of.group
+    fit = max(1, gpu.multiprocessor_memory // (tile.num_stages * stage + 2048))
     by_registers = int(gpu.registers // (kernel.average(consumer_registers) * kernel.threads))
     return min(fit, max(2, by_registers))  # two blocks that spill are faster than one
 
