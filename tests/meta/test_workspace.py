@@ -26,9 +26,9 @@ sizes = st.integers(1, 300)
 def problem(kind: str, E: int, K: int, I: int, top_k: int, **facts) -> Problem:  # noqa: E741
     """A problem of silu experts, or of one linear with I columns."""
     if kind == "grouped_linear":
-        return Problem(kind, E, K, 0, I, 0, facts.pop("dtype", torch.bfloat16), **facts)
+        return Problem(kind, E, K, 0, I, 0, torch.bfloat16).replace(**facts)
     top_k = top_k if kind == "experts" else 0
-    return Problem(kind, E, K, I, 2 * I, top_k, facts.pop("dtype", torch.bfloat16), **facts)
+    return Problem(kind, E, K, I, 2 * I, top_k, torch.bfloat16).replace(**facts)
 
 
 def plans(
