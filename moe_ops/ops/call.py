@@ -1,9 +1,7 @@
 """Calls: what the user gave to an operation, with quantized weights taken apart.
 
-`key()` has all facts of a call that its plan depends on, which is everything but the number of
-tokens M. It is made of attributes as they come: eager calls look their plans up by it, unless
-what is `static()` and what guards `tensors()` are those of a call before. Sizes may be symbols
-where a call is traced.
+Eager calls find their plans by what is `static()` and by what guards find of `tensors()`, which is
+everything but the number of tokens M. Sizes may be symbols where a call is traced.
 """
 
 from __future__ import annotations
@@ -124,55 +122,6 @@ def _scales_value(
     return found
 
 
-def _key(
-    kind: str,
-    options: Options,
-    rows: Sequence[Tensor],
-    weights: Sequence[Weight],
-    others: Sequence[Tensor | None],
-) -> tuple:
-    """What is no tensor, and the facts of tensors: of `rows`, which must be 2-D, all but their
-    first size, of the others all.
-
-    The second entry of a shape costs half of a slice of it. There is none where a tensor has too
-    few dimensions: IndexError.
-    """
-    key: list = [kind, options]
-    for t in rows:
-        key += (type(t), t.ndim, t.shape[1], t.dtype, t.device)
-    for data, scale, zero, global_, channel, static, scheme, layout in weights:
-        in_order = data.is_contiguous() or (stored_transposed(data) and "transposed")
-        key += (scheme, layout, type(data), data.shape, data.dtype, data.device, in_order)
-        if scale is not None:
-            key += (scale.shape, scale.device, scale.is_contiguous())
-            key += (None,) if static is None else (static.device, static.shape)
-            if zero is not None or global_ is not None or channel is not None:
-                for other in (zero, global_, channel):
-                    if other is None:
-                        key += (None,)
-                    else:
-                        key += (other.shape, other.device, other.is_contiguous())
-    for tensor in others:
-        if tensor is None:
-            key += (None,)
-        else:
-            key += (type(tensor), tensor.shape, tensor.dtype, tensor.device)
-    return tuple(key)
-
-
-def _input_key(scale: Tensor | None, global_scale: Tensor | None) -> tuple:
-    """The facts of the scales of an input that arrives quantized, whose first sizes may be M."""
-    if scale is None and global_scale is None:
-        return ()
-    key: tuple = ()
-    for t in (scale, global_scale):
-        if t is None:
-            key += (None,)
-        else:
-            key += (type(t), t.ndim, t.shape[-1] if t.ndim else 1, t.dtype, t.device)
-    return key
-
-
 class ExpertsCall(NamedTuple):
     """A call of `fused_experts`."""
 
@@ -192,15 +141,6 @@ class ExpertsCall(NamedTuple):
     def global_experts(self) -> int:
         """How many experts topk_ids name."""
         return (self.w2.data if self.expert_map is None else self.expert_map).shape[0]
-
-    def key(self) -> tuple:
-        """All facts but M. Raises IndexError for tensors of too few dimensions, which validation
-        refuses.
-        """
-        rows, weights = (self.hidden_states, self.topk_weights, self.topk_ids), (self.w13, self.w2)
-        others = (self.w13_bias, self.w2_bias, self.expert_map)
-        key = _key("experts", self.options, rows, weights, others)
-        return key + _input_key(self.hidden_states_scale, self.hidden_states_global_scale)
 
     def static(self) -> tuple:
         """All that is no tensor."""
@@ -254,14 +194,6 @@ class BatchedCall(NamedTuple):
         """T, of each expert."""
         return self.hidden_states.shape[1]
 
-    def key(self) -> tuple:
-        """All facts but T. Raises IndexError as that of `ExpertsCall`."""
-        x, weights = self.hidden_states, (self.w13, self.w2)
-        others = (self.expert_num_tokens, self.w13_bias, self.w2_bias)
-        key = _key("batched_experts", self.options, (), weights, others)
-        key += (type(x), x.ndim, x.shape[0], x.shape[2], x.dtype, x.device)
-        return key + _input_key(self.hidden_states_scale, self.hidden_states_global_scale)
-
     def static(self) -> tuple:
         """All that is no tensor."""
         w13, w2 = self.w13, self.w2
@@ -305,12 +237,6 @@ class LinearCall(NamedTuple):
     def num_tokens(self) -> int:
         """S."""
         return self.hidden_states.shape[0]
-
-    def key(self) -> tuple:
-        """All facts but S. Raises IndexError as that of `ExpertsCall`."""
-        rows, others = (self.hidden_states,), (self.offsets, self.bias)
-        key = _key("grouped_linear", self.options, rows, (self.weight,), others)
-        return key + _input_key(self.x_scale, self.x_global_scale)
 
     def static(self) -> tuple:
         """All that is no tensor."""

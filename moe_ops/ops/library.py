@@ -330,14 +330,11 @@ _ALWAYS = _ALWAYS.add(torch._C.DispatchKey.ADInplaceOrView)
 _UNUSUAL = ~_ALWAYS.raw_repr()
 
 
-def dispatcher_is_idle() -> bool:
-    """Whether the dispatcher would take an op on plain tensors to its kernel and do nothing else.
-
-    So it is outside of modes (FakeTensorMode, make_fx, FlopCounterMode, ...), transforms
-    (torch.func), tracers and profilers.
+def nothing_listens() -> bool:
+    """Whether nothing listens to the dispatcher in this thread: no mode (FakeTensorMode, make_fx,
+    FlopCounterMode, ...), transform (torch.func) or tracer. A profiler may.
     """
-    keys = torch._C._dispatch_tls_local_include_set().raw_repr()
-    return keys & _UNUSUAL == 0 and not torch.autograd._profiler_enabled()
+    return torch._C._dispatch_tls_local_include_set().raw_repr() & _UNUSUAL == 0
 
 
 def _fake(kind: Kind) -> Callable:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,14 +14,15 @@ from torch._prims_common import make_contiguous_strides_for
 from moe_ops.ops import library, transforms
 from moe_ops.ops.backend import Shortcut
 from moe_ops.ops.call import Call, refuse_lost
-from moe_ops.ops.library import current_device, dispatcher_is_idle
+from moe_ops.ops.library import current_device, nothing_listens
 from moe_ops.ops.memory import EMPTY_STRIDED, addressable
 from moe_ops.ops.validation import problem_of
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 
 _ADDRESS = Tensor.data_ptr
-_TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_keys = torch._C._dispatch_keys
 _modes_entered = torch._C._len_torch_dispatch_stack
 _profiling = torch._C._autograd._profiler_enabled
 _deterministic = torch._C._get_deterministic_algorithms
@@ -115,113 +116,57 @@ class BoundPlan:
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-_bound: dict[tuple, BoundPlan] = {}
+_MOST_KNOWN = 32
 
 
-class _Guarded(NamedTuple):
-    """A plan of calls whose tensors have what guards compare: types, sizes but M, strides, dtypes,
-    and the dispatch keys of the tensors and of the thread.
+class _Known(NamedTuple):
+    """A plan and the calls that follow it, whose tensors `check` finds to be like those of the
+    first one: types, sizes but M, strides, dtypes, devices and dispatch keys.
     """
 
     check: Callable[..., bool]
     bound: BoundPlan
+    direct: bool  # the kernel may be called in the place of a dispatcher with nothing else to do
     check_rows: Callable[[Call], None]  # where there is a shortcut
     shortcut: Shortcut | None
 
 
 class _Alike(NamedTuple):
-    """What is known of calls with equal options, types of tensors and shape of w13."""
+    """What is known of calls with equal options, types of tensors and shape of w13: a model of
+    many kinds of layers does not check them all.
+    """
 
     pick: Callable[[tuple], tuple]  # the tensors among those that may be None
-    guarded: tuple[_Guarded, ...]  # the newest first
+    known: tuple[_Known, ...]  # the newest first
 
 
-_MOST_GUARDED = 8
 _alike: dict[tuple, _Alike] = {}
 
 
 def run(call: Call, backend: str) -> Tensor:
-    """The result of a call that records no gradients.
-
-    Eager calls of plain tensors are recognised by what torch.compile guards graphs with: a fifth
-    of the time that a key of all sizes takes. The guards hold where the dispatcher would take the
-    tensors to the kernel as they are, and it is not asked, unless a mode or profiler listens.
-    """
-    if torch.compiler.is_compiling() or machines.pretending():
+    """The result of a call that records no gradients."""
+    if torch.compiler.is_compiling():
         return look_up(call, backend).run(call, call.num_tokens)
-    alike, tensors = _alike, call.tensors()
-    types = tuple(map(type, tensors))
-    try:
-        # the shape of a weight: a model of many kinds of layers does not try the guards of all
-        options = (backend, call.static(), cast(Tensor, tensors[1]).shape, types)
-        known = alike.get(options)
-    except (TypeError, RuntimeError):  # no hash; tensors without sizes
-        return look_up(call, backend).run(call, call.num_tokens)
-    if known is not None:
-        given = known.pick(tensors)
-        for check, bound, check_rows, shortcut in known.guarded:
-            if not check(*given):
-                continue
-            addresses, M = [*map(_ADDRESS, given)], call.num_tokens
-            if not all(addresses):
-                break
-            if _modes_entered() or _profiling():  # the guards look past a FakeTensorMode
-                return bound.run(call, M)
-            if shortcut is not None and shortcut.most_rows >= M and not _deterministic():
-                check_rows(call)
-                return shortcut.run(call, M, addresses)
-            return bound.run(call, M, True)
-    bound = look_up(call, backend)
-    if not _PLAIN.issuperset(types):
-        return bound.run(call, call.num_tokens)
-    given = tuple([t for t in tensors if t is not None])
-    if not addressable(given):
+    known, given = _find(call, backend)
+    M, bound = call.num_tokens, known.bound
+    if not known.direct or _modes_entered() or _profiling():
+        return bound.run(call, M)
+    addresses = [*map(_ADDRESS, given)]
+    if not all(addresses):
         refuse_lost(call)
-        return bound.run(call, call.num_tokens)
-    if not dispatcher_is_idle():
-        return bound.run(call, call.num_tokens)
-    guards = _guards(call)
-    if guards is not None:
-        check_rows = library.KINDS[bound.plan.problem.kind].check_rows
-        _remember(alike, options, _Guarded(guards, bound, check_rows, bound.shortcut(call)))
-    return bound.run(call, call.num_tokens, True)
+        return bound.run(call, M)
+    shortcut = known.shortcut
+    if shortcut is not None and shortcut.most_rows >= M and not _deterministic():
+        known.check_rows(call)
+        return shortcut.run(call, M, addresses)
+    return bound.run(call, M, True)
 
 
-def _remember(alike: dict[tuple, _Alike], options: tuple, new: _Guarded) -> None:
-    known = alike.get(options)
-    if known is None:
-        if len(alike) >= 1024:
-            alike.clear()
-        at = [i for i, kind in enumerate(options[-1]) if kind is not type(None)]
-        known = _Alike(operator.itemgetter(*at), ())
-    alike[options] = known._replace(guarded=(new, *known.guarded[: _MOST_GUARDED - 1]))
-
-
-def _guards(call: Call) -> Callable[..., bool] | None:
-    """Whether tensors are like those of a call: any number of rows where they have M, and there
-    with any strides but that of their columns if it is one. None where this torch has no such
-    guards, or they know no call with one tensor in two places.
-    """
-    if _TensorGuards is None:
-        return None
-    (dim, of_rows), x = call.rows(), call.hidden_states
-    tensors, sizes, strides = [], [], []
-    for i, tensor in enumerate(call.tensors()):
-        if tensor is None:
-            continue
-        size: list = list(tensor.shape)
-        stride: list = list(tensor.stride())
-        if i in of_rows and tensor.ndim == x.ndim:
-            size[dim] = None
-            stride = [None] * (len(stride) - 1) + [1 if stride[-1] == 1 else None]
-        tensors.append(tensor)
-        sizes.append(size)
-        strides.append(stride)
-    try:
-        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        return guards.check if guards.check(*tensors) is True else None
-    except Exception:  # they are private to torch, which may change them
-        return None
+def look_up(call: Call, backend: str) -> BoundPlan:
+    """The plan of a call, of eager ones that of the first like it."""
+    if torch.compiler.is_compiling():
+        return BoundPlan(make_plan(call, backend))
+    return _find(call, backend)[0].bound
 
 
 def make_plan(call: Call, backend: str) -> plans.Plan:
@@ -230,32 +175,92 @@ def make_plan(call: Call, backend: str) -> plans.Plan:
     return plans.plan(problem_of(call), machine, backend)
 
 
-def look_up(call: Call, backend: str) -> BoundPlan:
-    """The plan of a call. Eager calls look it up by what it depends on: all facts but M, since
-    making a plan takes several times as long.
+def _find(call: Call, backend: str) -> tuple[_Known, tuple[Tensor, ...]]:
+    """What is known of an eager call, and its tensors. Making a plan takes many times as long as
+    finding one.
     """
-    if torch.compiler.is_compiling() or machines.pretending():
-        return BoundPlan(make_plan(call, backend))
-    bound_plans = _bound  # these, should another thread register a backend before we are done
+    alike, tensors = _alike, call.tensors()  # should another thread register a backend meanwhile
+    types = tuple(map(type, tensors))
+    key: tuple | None
     try:
-        key = (backend, call.key())
-        bound = bound_plans.get(key)
-    # sizes without a hash, where make_fx traces; sizes that are not there; tensors without strides
-    except (TypeError, IndexError, RuntimeError):
-        return BoundPlan(make_plan(call, backend))
-    if bound is None:
-        if len(bound_plans) >= 4096:
-            bound_plans.clear()
-        plan = make_plan(call, backend)
-        bound = bound_plans[key] = BoundPlan(plan).split()
-    return bound
+        key = (backend, call.static(), cast(Tensor, tensors[1]).shape, types)
+        found = alike.get(key)
+    except (TypeError, RuntimeError):  # sizes without a hash, where make_fx traces; no sizes
+        key = found = None
+    if found is not None and machines.pretended is None:
+        given = found.pick(tensors)
+        for known in found.known:
+            if known.check(*given):
+                return known, given
+    bound, given = (
+        BoundPlan(make_plan(call, backend)),
+        tuple([t for t in tensors if t is not None]),
+    )
+    check_rows = library.KINDS[bound.plan.problem.kind].check_rows
+    new = _Known(lambda *_: False, bound, False, check_rows, None)
+    if key is None or machines.pretended is not None:
+        return new, given
+    bound.split()
+    if not nothing_listens():
+        return new, given
+    direct = _PLAIN.issuperset(types) and not any([t.is_neg() for t in given])
+    new = new._replace(direct=direct)
+    if direct and not addressable(given):  # they have no elements, or have lost their values
+        return new, given
+    shortcut = bound.shortcut(call) if direct else None  # from the next call on
+    if found is None:
+        if len(alike) >= 1024:
+            alike.clear()
+        at = [i for i, tensor in enumerate(tensors) if tensor is not None]
+        found = _Alike(operator.itemgetter(*at), ())
+    newest = new._replace(check=_guards(call, direct), shortcut=shortcut)
+    alike[key] = found._replace(known=(newest, *found.known[: _MOST_KNOWN - 1]))
+    return new, given
+
+
+def _guards(call: Call, plain: bool) -> Callable[..., bool]:
+    """Whether tensors are like those of a call: any number of rows where they have M, and there
+    with any strides but that of their columns if it is one. Of plain ones by what torch.compile
+    guards graphs with, in a fifth of the time; where this torch has no such guards, or they know
+    no call with one tensor in two places, and of others, by the same facts.
+    """
+    (dim, of_rows), ndim = call.rows(), call.hidden_states.ndim
+    places = enumerate(call.tensors())
+    given = [(t, i in of_rows and t.ndim == ndim) for i, t in places if t is not None]
+    tensors, have_rows = [t for t, _ in given], [rows for _, rows in given]
+
+    def layout(t: Tensor, rows: bool) -> tuple[list, list]:
+        size: list = list(t.shape)
+        stride: list = list(t.stride())
+        if rows:
+            size[dim] = None
+            stride = [None] * (len(stride) - 1) + [1 if stride[-1] == 1 else None]
+        return size, stride
+
+    def facts(tensors: Sequence[Tensor]) -> list:
+        return [
+            (t.dtype, t.device, t.requires_grad, _keys(t).raw_repr(), *layout(t, rows))
+            for t, rows in zip(tensors, have_rows, strict=True)
+        ] + [nothing_listens()]
+
+    sizes, strides = zip(*[layout(t, rows) for t, rows in given], strict=True)
+    try:
+        guards = _TensorGuards(
+            *tensors, dynamic_dims_sizes=[*sizes], dynamic_dims_strides=[*strides]
+        )
+        if plain and guards.check(*tensors) is True:
+            return guards.check
+    except Exception:  # they are private to torch, which may change them
+        pass
+    known = facts(tensors)
+    return lambda *tensors: facts(tensors) == known
 
 
 def forget() -> None:
     """Plan all calls again: the backends are others.
 
-    New dicts, so that a call that plans in another thread does not put its old plan among the
+    A new dict, so that a call that plans in another thread does not put its old plan among the
     new ones.
     """
-    global _bound, _alike
-    _bound, _alike = {}, {}
+    global _alike
+    _alike = {}

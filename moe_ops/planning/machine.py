@@ -40,18 +40,13 @@ def forget() -> None:
 
 def machine(device: torch.device) -> Machine:
     """The Machine that tensors on `device` run on."""
-    if _pretended is not None:
-        return _pretended
+    if pretended is not None:
+        return pretended
     index = device.index
     return Machine(*_machine_facts(device.type, 0 if index is None else index))
 
 
-_pretended: Machine | None = None
-
-
-def pretending() -> bool:
-    """Whether a `pretend` block is active."""
-    return _pretended is not None
+pretended: Machine | None = None  # in a `pretend` block
 
 
 class pretend:
@@ -61,10 +56,10 @@ class pretend:
         self.machine = machine
 
     def __enter__(self) -> Machine:
-        global _pretended
-        self.before, _pretended = _pretended, self.machine
+        global pretended
+        self.before, pretended = pretended, self.machine
         return self.machine
 
     def __exit__(self, *_: object) -> None:
-        global _pretended
-        _pretended = self.before
+        global pretended
+        pretended = self.before

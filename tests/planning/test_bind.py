@@ -12,7 +12,7 @@ import moe_ops
 from moe_ops import activations
 from moe_ops import backends as backends_module
 from moe_ops.ops import library
-from moe_ops.ops.library import dispatcher_is_idle
+from moe_ops.ops.library import nothing_listens
 from moe_ops.ops.options import Options, decode, encode, text_of_tiers, tiers_of_text
 from moe_ops.planning import auto, bind
 from moe_ops.planning import machine as machines
@@ -116,7 +116,7 @@ def test_a_subclass_goes_through_the_dispatcher(direct):
 
 
 def test_a_torch_of_other_guards(direct, monkeypatch):
-    """They are private to it: where they are called otherwise, calls are looked up."""
+    """They are private to it: where they are called otherwise, the same facts are compared."""
 
     class Fewer:
         def __init__(self, *tensors):
@@ -136,25 +136,32 @@ def test_a_torch_of_other_guards(direct, monkeypatch):
         bind.forget()
         for _ in range(2):
             assert torch.equal(moe_ops.fused_experts(*args, backend="torch"), want)
-        assert not bind._alike
-    assert direct == [True] * 7
+        with monkeypatch.context() as patch:
+            patch.setattr(bind, "make_plan", lambda *_: pytest.fail("planned"))
+            longer = [torch.cat((t, t)) for t in (args[0], *args[3:])]
+            out = moe_ops.fused_experts(longer[0], *args[1:3], *longer[1:], backend="torch")
+            assert torch.equal(out[:M], want) and torch.equal(out[M:], want)
+        transposed = args[1].mT.contiguous().mT  # other strides
+        assert moe_ops.fused_experts(args[0], transposed, *args[2:], backend="torch") is not None
+        assert [len(alike.known) for alike in bind._alike.values()] == [2]
+    assert direct == [True] * 13
 
 
 def test_many_kinds_of_layers_keep_their_guards(monkeypatch):
     x, _, _, *of_router = arguments()
     layers = [
         (x, torch.randn(E, 2 * n, K), torch.randn(E, K, n), *of_router)
-        for n in range(1, bind._MOST_GUARDED + 3)
+        for n in range(1, bind._MOST_KNOWN + 3)
     ]
     bind.forget()
     want = [moe_ops.fused_experts(*args, backend="torch") for args in layers]
-    monkeypatch.setattr(bind, "look_up", lambda *_: pytest.fail("looked up"))
+    monkeypatch.setattr(bind, "make_plan", lambda *_: pytest.fail("planned"))
     for args, out in zip(layers, want, strict=True):
         assert torch.equal(moe_ops.fused_experts(*args, backend="torch"), out)
 
 
-def test_a_tensor_in_two_places_leaves_no_guards():
-    """They never hold for it, and would push out others."""
+def test_a_tensor_in_two_places_is_known_too():
+    """Guards of torch never hold for it."""
     args, bias = arguments(), torch.randn(E, 2 * I)
     bind.forget()
     outs = [
@@ -162,7 +169,7 @@ def test_a_tensor_in_two_places_leaves_no_guards():
         for of_w2 in (bias.clone(), bias, bias)
     ]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    assert [len(known.guarded) for known in bind._alike.values()] == [1]
+    assert [len(alike.known) for alike in bind._alike.values()] == [2]
 
 
 def test_not_idle_in_modes_transforms_and_tracers():
@@ -170,7 +177,7 @@ def test_not_idle_in_modes_transforms_and_tracers():
 
     def note(name):
         def function(x):
-            seen[name] = dispatcher_is_idle()
+            seen[name] = nothing_listens()
             return x.sum()
 
         return function
@@ -269,9 +276,9 @@ def test_a_plan_made_while_backends_change_is_not_kept(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(bind, "make_plan", plan_and_register)
         moe_ops.fused_experts(*args)
-    assert not bind._bound
+    assert not bind._alike
     moe_ops.fused_experts(*args)
-    assert len(bind._bound) == 1
+    assert len(bind._alike) == 1
 
     def find_and_register(*values):
         found = facts(*values)

@@ -476,7 +476,7 @@ def test_explain_says_how_a_step_of_training_runs(monkeypatch, interpreted, dtyp
 
 def test_pretending_ends():
     here = machines.machine(torch.device("cpu"))
-    assert not machines.pretending() and here.device_type == "cpu"
+    assert machines.pretended is None and here.device_type == "cpu"
     assert "torch" in here.available
     with machines.pretend(H200) as one:
         assert machines.machine(torch.device("cpu")) is one is H200
@@ -485,7 +485,7 @@ def test_pretending_ends():
         assert machines.machine(torch.device("cpu")) is H200
     with pytest.raises(KeyError), machines.pretend(H200):
         raise KeyError
-    assert not machines.pretending()
+    assert machines.pretended is None
     assert machines.machine(torch.device("cpu")) == here
 
 

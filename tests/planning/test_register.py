@@ -70,17 +70,17 @@ def test_eager_and_compiled_calls_take_it_without_a_reset():
         torch.testing.assert_close(moe_ops.fused_experts(*args), want)
         torch.testing.assert_close(compiled(*args), want)
     assert graphs.ops == [["moe_ops.torch_experts.default"]]
-    assert bind._bound
+    assert bind._alike
     with registered(dense()):
-        assert not bind._bound
+        assert not bind._alike
         assert moe_ops.list_backends()[-2:] == ("dense", "torch")
         assert str(moe_ops.explain(*args[:3], args[4])).count("M >= 0: dense") == 1
         for _ in range(2):
             torch.testing.assert_close(moe_ops.fused_experts(*args), want)
             torch.testing.assert_close(compiled(*args), want)
         assert graphs.ops[1:] == [["moe_ops.dense_experts.default"]]
-        (bound,) = bind._bound.values()
-        assert bound.plan.backend == "dense"
+        (alike,) = bind._alike.values()
+        assert [known.bound.plan.backend for known in alike.known] == ["dense"]
     assert "dense" not in moe_ops.list_backends()
     torch.testing.assert_close(compiled(*args), want)
     assert "M >= 0: torch" in str(moe_ops.explain(*args[:3], args[4]))
