@@ -92,7 +92,7 @@ def own_readers(
             continue
         covered.add(leaf)
         if {base.rpartition(".")[2] for base in _bases(transform)} <= {"w1", "w2", "w3"}:
-            own += _single_readers(leaf, table)  # the names that quantizers give them
+            own += _readers_of(leaf, table, single=True)  # the names that quantizers give them
         reader = _reader(_bases(transform), transform.target_patterns[0], table)
         reader.scope_prefix = transform.scope_prefix
         reader.base_model_prefix = transform.base_model_prefix
@@ -101,9 +101,9 @@ def own_readers(
         converted = any(_converts_to(transform, leaf) for transform in kept)
         biased = hasattr(layer.owner, leaf.rpartition(".")[2] + "_bias")
         own.append(_stacked_reader(leaf, table, plain=not converted))
-        own += _projection_readers(leaf, table, biased)
+        own += _readers_of(leaf, table, single=False, biased=biased)
         if leaf not in covered:
-            own += _single_readers(leaf, table, biased)
+            own += _readers_of(leaf, table, single=True, biased=biased)
     own += _matrix_readers(checkpoint, [*own, *kept], table)
     return [*own, *kept], table
 
@@ -211,20 +211,12 @@ def _stacked_reader(leaf: str, table: Table, plain: bool) -> OwnReader:
     return OwnReader(list(patterns), leaf)
 
 
-def _single_readers(leaf: str, table: Table, biased: bool = False) -> list[OwnReader]:
-    """Experts one by one, in families whose own checkpoints hold them stacked; with their biases,
-    if the model has some.
+def _readers_of(leaf: str, table: Table, *, single: bool, biased: bool = False) -> list[OwnReader]:
+    """A stack for each projection, as MLX has them; or experts one by one (`single`), in families
+    whose own checkpoints hold them stacked. With their biases, if the model has some.
     """
-    return _readers_of(leaf, table, biased, ".*")
-
-
-def _projection_readers(leaf: str, table: Table, biased: bool) -> list[OwnReader]:
-    """A stack for each projection, as MLX has them."""
-    return _readers_of(leaf, table, biased, "")
-
-
-def _readers_of(leaf: str, table: Table, biased: bool, number: str) -> list[OwnReader]:
     module, _, name = leaf.rpartition(".")
+    number = ".*" if single else ""
     bases = [f"{_START}{module}{number}.{p}" for p in projections_of(name)]
     if not biased:
         return [_reader(bases, leaf, table)]

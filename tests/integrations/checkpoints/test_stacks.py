@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.integrations.checkpoints.test_checkpoints import PREFIX, same
 from tests.support.writers import GPTQ, NVFP4, WRITERS, ChannelFP8
 
 files = pytest.importorskip("safetensors.torch")
@@ -20,7 +21,6 @@ from moe_ops.integrations.checkpoints.reading import Piece, for_each
 from moe_ops.integrations.checkpoints.stacks import Stack
 
 E, I, K = 12, 128, 256
-PREFIX = "model.layers.1.mlp.experts"
 
 
 def write(folder, writer, change=None):
@@ -44,11 +44,6 @@ def threads(monkeypatch):
     return lambda count: monkeypatch.setattr(torch, "get_num_threads", lambda: count)
 
 
-def bits(weight):
-    names = weight.__tensor_flatten__()[0]
-    return {n: getattr(weight, n).contiguous().view(-1).view(torch.uint8) for n in names}
-
-
 @pytest.mark.parametrize("form", WRITERS)
 def test_many_experts_at_a_time_have_the_bits_of_one(form, threads, tmp_path, monkeypatch):
     checkpoint, found = write(tmp_path, WRITERS[form]), []
@@ -64,11 +59,8 @@ def test_many_experts_at_a_time_have_the_bits_of_one(form, threads, tmp_path, mo
             found.append(checkpoint.load(checkpoint.plan("w13", sources, in_turn=True)))
     half = len(found) // 2
     for want, got in zip(found[:half], found[half:], strict=True):
-        assert got.scheme == want.scheme and got.shape == want.shape
-        wanted = bits(want)
         assert len({t.tobytes() for t in want.qdata.view(torch.uint8).numpy()}) == len(want)
-        for name, t in bits(got).items():
-            assert torch.equal(t, wanted[name]), name
+        same(got, want)
 
 
 def test_plain_experts(threads, tmp_path):
