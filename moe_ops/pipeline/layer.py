@@ -30,7 +30,7 @@ from moe_ops.ops.exchange import gathered, opened
 AnyArgs = ExpertsArgs | BatchedExpertsArgs
 
 
-class Products(Protocol):
+class LayerProducts(Protocol):
     """The two grouped products of a layer, or of a chunk of it, and the rows between which they
     stand, in its workspaces. A step reads what the step before it wrote: others may share memory.
     """
@@ -71,7 +71,7 @@ def contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-class Layer:
+class Steps:
     """A layer, or a chunk of it, in two halves: through the product with w13, and the rest."""
 
     layout: Layout
@@ -79,7 +79,7 @@ class Layer:
     weights: Tensor | None = None  # (S, 1) that multiply the output of the product with w13
     sorted = False  # rows of pairs follow one another without padding
 
-    def __init__(self, a: AnyArgs, products: Products):
+    def __init__(self, a: AnyArgs, products: LayerProducts):
         self.a, self.products = a, products
         self.device = a.out.get_device()
         self.gpu = launch.gpu(self.device)
@@ -126,7 +126,7 @@ class Layer:
         raise NotImplementedError
 
 
-class Pairs(Layer):
+class PairSteps(Steps):
     """Tokens, whose pairs are sorted by expert."""
 
     a: ExpertsArgs
@@ -134,7 +134,7 @@ class Pairs(Layer):
     def __init__(
         self,
         a: ExpertsArgs,
-        products: Products,
+        products: LayerProducts,
         alignment: int = 1,  # of the first row of each expert
         size: int | None = None,  # rows that the products' operands have; None: one for each pair
         weighs_after: bool = False,
@@ -183,7 +183,7 @@ class Pairs(Layer):
             opened(a).add()
 
 
-class Batches(Layer):
+class BatchSteps(Steps):
     """Batches (E, T, ..), whose rows stay in their order. Each expert has room for R rows."""
 
     a: BatchedExpertsArgs
@@ -191,7 +191,7 @@ class Batches(Layer):
     def __init__(
         self,
         a: BatchedExpertsArgs,
-        products: Products,
+        products: LayerProducts,
         R: int,
         x_in_place: bool = False,
         y_in_place: bool = False,
@@ -213,7 +213,7 @@ class Batches(Layer):
             self.run(combine_rows(self.a.out, self.products.y, None, self.layout, 1))
 
 
-def run_layers(layers: Sequence[Layer], shares_scale: bool = False) -> None:
+def run_steps(layers: Sequence[Steps], shares_scale: bool = False) -> None:
     """Run the chunks of a layer, one after the other.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,10 +15,17 @@ from tests.house.test_imports import PACKAGE, package_files
 # Names of several classes, and of how many. What a kernel's parameters are called by is one for
 # each kernel file; the others are to become one class, or to get names of their own.
 SEVERAL = {
-    **{"Gemm1": 7, "Gemm2": 7, "GemvStrides": 2, "RoundRows": 2, "WgmmaTile": 2},
-    **{"Format": 4, "Pairs": 4, "Scales": 3, "Weight": 3, "Matrix": 3, "Products": 3, "Layer": 3},
-    **{"Experts": 3, "Form": 2, "Gate": 2, "Gemm": 2, "Choice": 2, "Kind": 2, "LowRank": 2},
-    **{"Batches": 2, "Quantized": 2},
+    **{"Gemm1": 7, "Gemm2": 7, "GemvStrides": 2, "WgmmaTile": 2, "Pairs": 3, "Matrix": 3},
+    **{"Format": 2, "Scales": 2, "Weight": 3, "Experts": 3, "Form": 2, "Gate": 2, "Gemm": 2},
+    **{"Choice": 2, "Kind": 2, "Layer": 2, "LowRank": 2},
+}
+# What is done to rows around products, by a part of a kernel's name, and the kernels that do it
+# for every backend. Those of kernels/comm and of FlashInfer's inputs, whose names begin otherwise,
+# and moe_ops_push_scatter, which sends rows as well, are not among them.
+OF_ROWS = {
+    "scatter": ["moe_ops_scatter"],
+    "activate": ["moe_ops_activate"],
+    "quantize|round": ["moe_ops_quantize", "moe_ops_round"],
 }
 # of the rooms that know backends by their protocol alone, what still imports one
 KNOWS_BACKENDS = {
@@ -44,6 +52,12 @@ def doubled(sources: Iterable[str], known: dict[str, int]) -> list[str]:
     return sorted(name for name, count in counts.items() if count > known.get(name, 1))
 
 
+def kernels_of(sources: Iterable[str], words: str) -> list[str]:
+    """The kernels whose name begins with one of these words behind moe_ops_ and a backend's."""
+    pattern = rf"def (moe_ops_(?!push_)(?:[a-z0-9]+_)*?(?:{words})\w*)\("
+    return sorted({name for source in sources for name in re.findall(pattern, source)})
+
+
 def of_a_backend(source: str) -> bool:
     """Whether it imports a package below moe_ops.backends."""
     imported = []
@@ -64,6 +78,18 @@ def test_two_classes_of_a_name_are_found():
     assert doubled([one, other], {}) == []
     assert doubled([one, other, "class B: ...\n"], {}) == ["B"]
     assert doubled([one, one, one], {"A": 2}) == ["A"]
+
+
+@pytest.mark.parametrize("words", OF_ROWS)
+def test_a_step_of_rows_is_one_kernel(words):
+    assert kernels_of((path.read_text() for path in package_files()), words) == OF_ROWS[words]
+
+
+def test_a_second_kernel_of_a_step_is_found():
+    sources = ["def moe_ops_scatter(\n", "def moe_ops_other_scatter_blocks(\n"]
+    found = ["moe_ops_other_scatter_blocks", "moe_ops_scatter"]
+    assert kernels_of([*sources, "def moe_ops_push_scatter(\n"], "scatter") == found
+    assert kernels_of(["def moe_ops_train_round_rows(x)"], "quantize|round") != []
 
 
 def test_gradients_and_layers_import_no_backend():

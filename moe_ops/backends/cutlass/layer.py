@@ -36,12 +36,12 @@ from moe_ops.ops.chunks import batched_chunks, chunks
 from moe_ops.ops.exchange import gathered
 from moe_ops.pipeline.layer import (
     AnyArgs,
-    Batches,
-    Layer,
-    Pairs,
+    BatchSteps,
+    PairSteps,
+    Steps,
     activation_of,
     contiguous,
-    run_layers,
+    run_steps,
 )
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -55,7 +55,7 @@ def experts(a: ExpertsArgs) -> None:
     gemms = library.gemms(a.hidden_states.get_device(), may_build=not a.options.tiers_text)
     if kind in (PLAIN, GROUPS):
         of_kind = PlainProducts if kind == PLAIN else GroupsProducts
-        return run_layers([Pairs(part, of_kind(part)) for part in chunks(a)])
+        return run_steps([PairSteps(part, of_kind(part)) for part in chunks(a)])
     a, pairs = gathered(a), a.topk_ids.numel()
     kernel = library.kernel_of(a.scheme, gemms.architecture, a.out.dtype, pairs, a.global_experts)
     shared, layers = _shared(a), []
@@ -65,7 +65,7 @@ def experts(a: ExpertsArgs) -> None:
         start = index_parts(size, E).end
         multiplied = SetUpProducts(part, Grouped(part, gemms, kernel, start), 0, y, shared)
         arrived = a.hidden_states_scale is not None
-        layers.append(Pairs(part, multiplied, weighs_after=arrived))
+        layers.append(PairSteps(part, multiplied, weighs_after=arrived))
     _run(a, layers, shared)
 
 
@@ -84,7 +84,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
         y = out if in_place else carve(part.workspace2, (E, T, K), out.dtype)
         grouped = Grouped(part, gemms, kernel, E)
         multiplied = SetUpProducts(part, grouped, T, y.view(E * T, K), shared)
-        layers.append(Batches(part, multiplied, T, y_in_place=in_place))
+        layers.append(BatchSteps(part, multiplied, T, y_in_place=in_place))
     _run(a, layers, shared)
 
 
@@ -247,8 +247,8 @@ def _shared(a: AnyArgs) -> Shared | None:
     return found
 
 
-def _run(a: AnyArgs, layers: Sequence[Layer], shared: Shared | None) -> None:
-    run_layers(layers, shares_scale=shared is not None and a.a2_scale is None)
+def _run(a: AnyArgs, layers: Sequence[Steps], shared: Shared | None) -> None:
+    run_steps(layers, shares_scale=shared is not None and a.a2_scale is None)
 
 
 def _flat(scale: Tensor | None) -> Tensor | None:

@@ -36,7 +36,7 @@ DESCRIPTOR_BYTES = {ROWS: 512 * 160, INT4: 640 * 160, BLOCKS: 10240 * 160}
 INT4_GROUP = 128  # columns of a weight that share a scale: a tile of the kernels has as many
 
 
-class Format(NamedTuple):
+class BlockFormat(NamedTuple):
     """Elements and scales of both operands."""
 
     name: str  # in the names of kernels
@@ -61,11 +61,11 @@ class Format(NamedTuple):
         return data + scale_rows * self.scale_columns(columns)
 
 
-_MXFP4 = Format("mxfp4", 4, 32)
+_MXFP4 = BlockFormat("mxfp4", 4, 32)
 BLOCK_SCALED = {
-    "nvfp4": Format("nvfp4", 4, 16),
+    "nvfp4": BlockFormat("nvfp4", 4, 16),
     **{f"mxfp4{rule}": _MXFP4 for rule in ("", ":round", ":ceil")},
-    "mxfp8": Format("mxfp8", 8, 32),
+    "mxfp8": BlockFormat("mxfp8", 8, 32),
 }
 
 

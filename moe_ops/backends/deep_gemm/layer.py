@@ -19,12 +19,12 @@ from moe_ops.kernels.rows.operand import Operand
 from moe_ops.meta.workspace import carve, cdiv, padded_rows, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
-from moe_ops.pipeline.layer import AnyArgs, Batches, Pairs, activation_of, run_layers
+from moe_ops.pipeline.layer import AnyArgs, BatchSteps, PairSteps, activation_of, run_steps
 
 BF16 = torch.bfloat16
 
 
-class Format(NamedTuple):
+class ScaleFormat(NamedTuple):
     """Scales of quantized operands: kernels/rows/operand.py."""
 
     scales: str
@@ -32,17 +32,17 @@ class Format(NamedTuple):
     weight_width: int
 
 
-def format_of(scheme: str, layout: str) -> Format:
-    """The Format of weights of a scheme, in their natural layout or in DEEP_GEMM_UE8M0."""
+def format_of(scheme: str, layout: str) -> ScaleFormat:
+    """The ScaleFormat of weights of a scheme, in their natural layout or in DEEP_GEMM_UE8M0."""
     if not scheme:
-        return Format("", 128, 128)
+        return ScaleFormat("", 128, 128)
     if not layout:
-        return Format("powers" if scheme == "fp8_block:ue8m0" else "fp32", 128, 128)
+        return ScaleFormat("powers" if scheme == "fp8_block:ue8m0" else "fp32", 128, 128)
     width = 128 if scheme.startswith("fp8_block") else 32
-    return Format("ue8m0", 32 if scheme == "mxfp8" else 128, width)
+    return ScaleFormat("ue8m0", 32 if scheme == "mxfp8" else 128, width)
 
 
-def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> Operand:
+def rows_in(buffer: Tensor, shape: tuple[int, ...], form: ScaleFormat) -> Operand:
     """Rows (.., rows, columns) in a workspace, with scales if the format has any."""
     if not form.scales:
         return Operand(carve(buffer, shape, BF16))
@@ -57,7 +57,7 @@ def rows_in(buffer: Tensor, shape: tuple[int, ...], form: Format) -> Operand:
     return Operand(data, scale, form.scales, form.width)
 
 
-def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> Operand:
+def _weight(name: str, data: Tensor, scale: Tensor | None, form: ScaleFormat) -> Operand:
     """A weight for the GEMMs. Raises ValueError for what they need and plans cannot check."""
     dtypes = {"": (BF16,), "ue8m0": (torch.float8_e4m3fn, torch.uint8)}
     expected = dtypes.get(form.scales, (torch.float8_e4m3fn,))
@@ -76,14 +76,14 @@ def _weight(name: str, data: Tensor, scale: Tensor | None, form: Format) -> Oper
     return Operand(data, scale, form.scales, form.weight_width)
 
 
-def _weights(a: AnyArgs, form: Format) -> tuple[Operand, Operand]:
+def _weights(a: AnyArgs, form: ScaleFormat) -> tuple[Operand, Operand]:
     return (
         _weight("w13", a.w13, a.w13_scale, form),
         _weight("w2", a.w2, a.w2_scale, form),
     )
 
 
-class Products:
+class DeepGemmProducts:
     """DeepGEMM's two products, and the rows between which they stand."""
 
     def __init__(
@@ -129,18 +129,18 @@ def experts(a: ExpertsArgs) -> None:
     expected = dg.expected_rows(M * top_k, a.global_experts)
     gemms = dg.gemm_keys("contiguous", w13, w2, expected, alignment)
     dg.check_warm(gemms, device)
-    run_layers([_pairs(part, w13, w2, form, alignment, expected) for part in chunks(a)])
+    run_steps([_pairs(part, w13, w2, form, alignment, expected) for part in chunks(a)])
     dg.mark_warm(gemms)
 
 
 def _pairs(
-    a: ExpertsArgs, w13: Operand, w2: Operand, form: Format, alignment: int, expected: int
-) -> Pairs:
+    a: ExpertsArgs, w13: Operand, w2: Operand, form: ScaleFormat, alignment: int, expected: int
+) -> PairSteps:
     """A layer, or a chunk of its tokens, with the kernels for `expected` rows an expert."""
     (M, top_k), K = a.topk_ids.shape, a.out.shape[1]
     (E, N), I = a.w13.shape[:2], intermediate_size(a)  # noqa: E741
     size = padded_rows(M, top_k, E, alignment)
-    products = Products(
+    products = DeepGemmProducts(
         masked=False,
         expected=expected,
         x=rows_in(a.workspace13, (size, K), form),
@@ -151,10 +151,10 @@ def _pairs(
         w2=w2,
     )
     quantized_here = form.scales and a.hidden_states_scale is None
-    return Pairs(a, products, alignment, size, weighs_after=not quantized_here)
+    return PairSteps(a, products, alignment, size, weighs_after=not quantized_here)
 
 
-def _readable(scale: Tensor | None, rows: int, form: Format) -> bool:
+def _readable(scale: Tensor | None, rows: int, form: ScaleFormat) -> bool:
     """Whether the GEMM reads batched rows in place: without scales, or with fp32 scales
     (E, rows, groups) of which those of neighbouring rows are contiguous.
     """
@@ -186,7 +186,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
         rows = Operand(dg.dense(x), scale, form.scales, form.width)
     else:
         rows = rows_in(a.workspace2, (E, R, K), form)
-    products = Products(
+    products = DeepGemmProducts(
         masked=True,
         expected=T,
         x=rows,
@@ -196,5 +196,5 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
         w13=w13,
         w2=w2,
     )
-    run_layers([Batches(a, products, R, x_in_place, y_in_place)])
+    run_steps([BatchSteps(a, products, R, x_in_place, y_in_place)])
     dg.mark_warm(gemms)

@@ -171,7 +171,7 @@ def send_packed(
 
 
 @unprefixed
-class Quantized(NamedTuple):
+class PushedFormat(NamedTuple):
     """How rows are quantized."""
 
     scale: Pointer  # (K / 128, rows) fp32, written, or None
@@ -184,7 +184,7 @@ class Quantized(NamedTuple):
 @arguments
 class PushScatter:
     y: Pointer  # (rows, K), written
-    quantized: Quantized
+    quantized: PushedFormat
     x: Pointer  # (M, K)
     rows: Pointer  # (S,) int32
     size: Runtime  # all rows of y
@@ -333,7 +333,7 @@ def push_scatter(
     groups = tile.rows * tile.columns // 128
     args = PushScatter(
         y=data,
-        quantized=Quantized(y.scale, y.scales, y.width, groups, gpu.native),
+        quantized=PushedFormat(y.scale, y.scales, y.width, groups, gpu.native),
         x=x,
         rows=layout.rows,
         size=layout.R,

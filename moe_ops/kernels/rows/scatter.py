@@ -48,7 +48,7 @@ from moe_ops.kernels.rows.operand import Operand
 from moe_ops.meta.workspace import cdiv
 
 
-class Scales(NamedTuple):
+class ArrivingScales(NamedTuple):
     """Scales (M, groups) or (E, T, groups) of rows that arrive quantized, or none."""
 
     ptr: Pointer
@@ -149,7 +149,7 @@ def scatter_rows(
 class Scatter:
     to: Written
     x: StridedRows
-    x_scale: Scales
+    x_scale: ArrivingScales
     # (M, top_k); rows that are quantized, of which top_k is 1, they multiply before
     weights: RouterWeights
     layout: Layout
@@ -218,11 +218,12 @@ def moe_ops_scatter(
     )  # fmt: skip
 
 
-def scales_of(scale: Tensor | None) -> Scales:
-    """The Scales of a tensor (M, groups) or (E, T, groups), or of None."""
+def scales_of(scale: Tensor | None) -> ArrivingScales:
+    """The ArrivingScales of a tensor (M, groups) or (E, T, groups), or of None."""
     if scale is None:
-        return Scales(None, 0, 0, 0)
-    return Scales(scale, *scale.stride()) if scale.ndim == 3 else Scales(scale, 0, *scale.stride())
+        return ArrivingScales(None, 0, 0, 0)
+    *of_batch, stride_m, stride_g = scale.stride()
+    return ArrivingScales(scale, of_batch[0] if of_batch else 0, stride_m, stride_g)
 
 
 def scatter(
