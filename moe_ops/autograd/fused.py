@@ -43,7 +43,7 @@ from moe_ops.kernels.rows.emulated import round_rows
 from moe_ops.kernels.rows.frozen import frozen
 from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.scatter import scatter
-from moe_ops.kernels.rows.sums import add_dot, dot, sum_rows
+from moe_ops.kernels.rows.sums import dot, sum_rows
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.products import Products
 from moe_ops.schemes import get_scheme
@@ -321,7 +321,7 @@ class FusedStep(Step):
         args = self.activation, Gradients(*found), h, self.b13, hidden, dhidden, self.of_output
         self.run(derive(*args, self.I, self.top_k, self.layout))
         if found.dweights is not None and self.b2 is not None:
-            self.run(add_dot(found.dweights, self.grad, self.b2, self.layout, self.top_k))
+            self.run(dot(found.dweights, self.grad, self.layout, self.top_k, bias=self.b2))
         return found
 
     def of_pairs(self) -> Tensor:
@@ -336,7 +336,7 @@ class FusedStep(Step):
 
     def dot(self, drows: Tensor) -> Tensor:
         out = self.of_pairs()
-        self.run(dot(out, self.x, drows, self.layout, self.top_k))
+        self.run(dot(out, self.x, self.layout, self.top_k, y=drows))
         return out
 
     def combined(

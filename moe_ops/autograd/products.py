@@ -50,9 +50,7 @@ def _grouped_mm(
         assert scale is not None
         scales = Scales(scale, zero_point, global_scale, channel_scale)
     return PORTABLE.multiply(
-        x,
-        weight,
-        offsets,
+        *(x, weight, offsets),
         scales=scales,
         scheme=scheme,
         bias=bias,
@@ -61,19 +59,8 @@ def _grouped_mm(
     )
 
 
-def _grouped_mm_fake(
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    channel_scale: Tensor | None,
-    bias: Tensor | None,
-    scheme: str,
-    transpose: bool,
-    batch_invariant: bool = False,
-) -> Tensor:
+def _grouped_mm_fake(x: Tensor, weight: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
+    scheme, transpose = rest[5:7]
     _check(x, weight, offsets, scheme, transpose)
     return x.new_empty(x.shape[0], _columns(weight, scheme, not transpose))
 

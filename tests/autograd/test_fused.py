@@ -15,8 +15,9 @@ from moe_ops.backends.cutlass import products as native
 from moe_ops.environment import INTERPRETED
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.options import Options
+from moe_ops.ops.products import Products
 from moe_ops.planning import training as planning
-from tests.autograd import test_gradients
+from tests.autograd import test_gradients, test_lora
 from tests.autograd.conftest import on_gpu
 from tests.autograd.test_gradients import (
     call,
@@ -46,6 +47,46 @@ def test_plain_torch_and_these_kernels_read_one_another(options, fused_first, mo
     monkeypatch.setattr(planning, "INTERPRETED", not fused_first)
     found = torch.autograd.grad(out, list(given.values()), cotangent(case))
     compare(case, dict(zip(given, found, strict=True)), expected_gradients(case))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels of csrc/cutlass need a GPU")
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True}, {"bias": True, "activation": "swigluoai"}], ids=str
+)
+def test_products_that_add_and_activate(options, rank, monkeypatch):
+    """Those of csrc/cutlass add what adapters make wide, and end with the activation: stood in for
+    by products of torch.
+    """
+    ran = []
+
+    def multiply(rows, weight, ends, transpose=False, low=None, spare=0):
+        assert spare == 0
+        y = planning.PORTABLE.multiply(rows, weight, ends, transpose=transpose)
+        if low is not None:
+            ran.append("low")
+            y += planning.PORTABLE.multiply(*low, ends, transpose=transpose)
+        return y
+
+    def outer(a, b, ends, spare=0):
+        return planning.PORTABLE.outer(a, b, ends)
+
+    def activate_into(out, rows, weight, ends, activation, bias, gate_up, low):
+        ran.append("activated")
+        gate_up.copy_(multiply(rows, weight, ends, low=low))
+        experts = torch.searchsorted(ends, torch.arange(len(rows)), right=True)
+        x = gate_up if bias is None else gate_up + bias[experts.clamp(max=len(bias) - 1)]
+        out.copy_(activations.formula(x, activations.resolve(activation.ACTIVATION)))
+
+    one = Products("stand-ins", multiply, outer, activate_into, adds=True, spare=lambda *_: 0)
+    monkeypatch.setattr(planning, "_products", lambda x: one)
+    case = Case("cpu", FP32, M=9, E=6, **options)
+    if rank:
+        test_lora.check(case, [test_lora.adapter(case, (rank, rank))])
+    else:
+        test_gradients.check_both(case)
+    assert ("low" in ran) == bool(rank)
+    assert ("activated" in ran) == ("activation" not in options)
 
 
 BESIDE = [{}, {"recompute": True}, {"on_input": True, "top_k": 1}, {"bias": True}]
@@ -104,7 +145,12 @@ def test_what_runs_beside_products(options, monkeypatch):
     rows("scatter", 1)
     rows("combine_rows", 0)
     dot = fused.dot
-    monkeypatch.setattr(fused, "dot", lambda *args: seen.append(("dot", False)) or dot(*args))
+    
+    def noted_dot(*args, **given):
+        seen.append(("dot", False))
+        return dot(*args, **given)
+
+    monkeypatch.setattr(fused, "dot", noted_dot)
     monkeypatch.setattr(fused.FusedStep, "spare", 6)
     of_case, step = split(options)
     test_gradients.check(Case("cpu", M=9, E=6, **of_case), step)

@@ -84,23 +84,17 @@ def moe_ops_train_dot(
         tl.store(out_ptr + pair, value)
 
 
-def dot(out: Tensor, x: Tensor, y: Tensor, layout: Layout, top_k: int) -> Launch:
-    """out (M, top_k) fp32 = the product of each token x (M, K) with the rows y (S, K) of its
-    pairs.
-    """
-    return _dot(out, x, y, None, layout, top_k)
-
-
-def add_dot(out: Tensor, x: Tensor, bias: Tensor, layout: Layout, top_k: int) -> Launch:
-    """out (M, top_k) fp32 += the product of each token x (M, K) with the bias (E, K) of its
-    experts.
-    """
-    return _dot(out, x, None, bias, layout, top_k)
-
-
-def _dot(
-    out: Tensor, x: Tensor, y: Tensor | None, bias: Tensor | None, layout: Layout, top_k: int
+def dot(
+    out: Tensor,
+    x: Tensor,
+    layout: Layout,
+    top_k: int,
+    y: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Launch:
+    """out (M, top_k) fp32 = the product of each token x (M, K) with the rows y (S, K) of its
+    pairs; or out += its product with the bias (E, K) of its experts.
+    """
     M, K = x.shape
     args = Dot(
         out=out,
