@@ -348,8 +348,9 @@ class QuantScheme:
 
     def logical_shape(self, *shape: int) -> tuple[int, ...]:
         """The inverse of ``qdata_shape``; plain weights are stored as they are."""
-        bits = 8 if self.weight is None else self.weight.format.bits
-        return (*shape[:-1], scales.unpacked_size(shape[-1], bits))
+        if self.weight is None:
+            return shape
+        return (*shape[:-1], scales.unpacked_size(shape[-1], self.weight.format.bits))
 
     def why_not_shape(self, n: int, k: int) -> str:
         """Why weights (N, K), and activations of K columns, cannot be quantized so, "" if they

@@ -145,7 +145,7 @@ def test_what_runs_beside_products(options, monkeypatch):
     rows("scatter", 1)
     rows("combine_rows", 0)
     dot = fused.dot
-    
+
     def noted_dot(*args, **given):
         seen.append(("dot", False))
         return dot(*args, **given)
