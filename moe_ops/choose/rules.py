@@ -90,7 +90,10 @@ PLAIN_GEMM2: Rows[Tile] = (
 # by_group: how h is quantized; few: one token whose wide tiles would leave multiprocessors idle;
 # two_waves: its tiles are more than multiprocessors and at most twice as many, so that they run in
 # one wave with fewer stages; one_wave: GEMM2 has at most one block a multiprocessor; several: it
-# has at least one of 256 rows; converts: a GEMM quantizes its input, which takes registers
+# has at least one of 256 rows; filled: it has three of these; dense: more than six rows an expert;
+# converts1, converts2: a GEMM quantizes its input, which takes registers. Filled multiprocessors
+# of `groups` are faster with fewer stages and wider tiles of GEMM2 where products take about as
+# long as reading (dense, or sums of GEMM1 are short).
 QUANTIZED_BLOCKS: Blocks = ((12, 16), (25, 32), (ANY, 64))
 BLOCKS_OF_GROUPS: Blocks = ((10, 16), (25, 32), (ANY, 64))  # where `groups` and `filled` hold
 QUANTIZED_GEMM1: Rows[Tile] = (
