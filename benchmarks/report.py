@@ -1369,6 +1369,71 @@ def draw_schemes(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+# --- one version beside another (compare_checkouts.py, loading.py, two_schemes.py) ---------------
+
+TRITONS = (
+    RESULTS / "compare_tritons_NVIDIA_H200.json",
+    RESULTS / "compare_tritons_one_token_NVIDIA_H200.json",
+)
+LOADING = RESULTS / "loading_6GB_16threads.json"
+PAIRS = RESULTS / "two_schemes_NVIDIA_H200.json"
+FORMATS = {
+    "int4": "compressed-tensors int4",
+    "nvfp4": "compressed-tensors NVFP4",
+    "gptq": "GPTQ",
+    "fp8": "FP8 in blocks",
+}
+
+
+def tritons(paths: Sequence[Path] = TRITONS) -> str:
+    """Times under Triton 3.9 over those under 3.6, by scheme; a cell that both files have counts
+    as the later one has it."""
+    cells: dict[tuple, dict] = {}
+    for path in paths:
+        for row in rows_of(path):
+            cells[row["shape"], row["scheme"], row["num_tokens"]] = row
+    of_scheme: dict[str, list[dict]] = {}
+    for row in cells.values():
+        of_scheme.setdefault(row["scheme"], []).append(row)
+    rows = []
+    for scheme, found in sorted(of_scheme.items()):
+        ratios = [row["ratio"] for row in found]
+        same = sum(row["same_bits"] for row in found)
+        ends = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        mean = f"{statistics.geometric_mean(ratios):.3f}"
+        rows.append((f"`{scheme}`", str(len(found)), mean, ends, f"{same} of {len(found)}"))
+    return markdown(("scheme", "cells", "geometric mean", "range", "same bits"), rows)
+
+
+def loading(path: Path = LOADING) -> str:
+    """Seconds of `from_pretrained` and of all its threads, of the reader before and of today's."""
+    rows = []
+    for name, found in json.loads(path.read_text())["formats"].items():
+        before, after = found["checkouts"]
+        seconds = [f"{run['seconds']:.1f} ({run['cpu_seconds']:.0f})" for run in (before, after)]
+        times = f"{before['seconds'] / after['seconds']:.1f}"
+        peak, most = after["private"] / 2**30, (after["model"] + found["layer"]) / 2**30
+        rows.append((FORMATS[name], *seconds, times, f"{peak:.2f}", f"{most:.2f}"))
+    header = ("checkpoint", "one by one, s (CPU s)", "now, s (CPU s)", "times as fast")
+    return markdown((*header, "peak, GiB", "model and layer"), rows)
+
+
+def pairs(path: Path = PAIRS) -> str:
+    """Layers whose weights have two schemes, over the slower of the layers of one."""
+    of_pair: dict[tuple, dict[tuple, float]] = {}
+    columns: dict[tuple, None] = {}
+    for row in rows_of(path):
+        column = (WEIGHT_ONLY_SHAPES[row["shape"]], row["num_tokens"])
+        columns[column] = None
+        of_pair.setdefault((row["w13"], row["w2"]), {})[column] = row["ratio"]
+    header = ("w13", "w2", *[f"{model}, M = {M}" for model, M in columns])
+    rows = [
+        (*[f"`{weight}`" for weight in pair], *[number(ratios.get(c), 2) for c in columns])
+        for pair, ratios in of_pair.items()
+    ]
+    return markdown(header, rows)
+
+
 # --- files and documents -------------------------------------------------------------------------
 
 
@@ -1439,6 +1504,8 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "steps": steps,
         "steps on an H100": lambda: steps(STEPS_ON_H100),
     },
+    "docs/checkpoints.md": {"loading": loading},
+    "docs/quantization.md": {"pairs": pairs},
     "docs/which_scheme.md": {"choices": choices, "schemes": schemes_table},
     "docs/performance.md": {
         "whole models": whole_models,
@@ -1446,6 +1513,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "8-bit activations": eight_bits,
         "weight-only peers": weight_only,
         "weight-only peers on an H100": lambda: weight_only(LAYERS_ON_H100),
+        "tritons": tritons,
     },
 }
 
