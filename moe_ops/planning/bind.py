@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +22,6 @@ from moe_ops.planning import plan as plans
 
 _ADDRESS = Tensor.data_ptr
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-_keys = torch._C._dispatch_keys
 _modes_entered = torch._C._len_torch_dispatch_stack
 _profiling = torch._C._autograd._profiler_enabled
 _deterministic = torch._C._get_deterministic_algorithms
@@ -126,7 +125,6 @@ class _Known(NamedTuple):
 
     check: Callable[..., bool]
     bound: BoundPlan
-    direct: bool  # the kernel may be called in the place of a dispatcher with nothing else to do
     check_rows: Callable[[Call], None]  # where there is a shortcut
     shortcut: Shortcut | None
 
@@ -144,12 +142,16 @@ _alike: dict[tuple, _Alike] = {}
 
 
 def run(call: Call, backend: str) -> Tensor:
-    """The result of a call that records no gradients."""
+    """The result of a call that records no gradients.
+
+    Guards hold where the dispatcher would take plain tensors to the kernel as they are: it is not
+    asked, unless a mode or a profiler listens.
+    """
     if torch.compiler.is_compiling():
         return look_up(call, backend).run(call, call.num_tokens)
-    known, given = _find(call, backend)
-    M, bound = call.num_tokens, known.bound
-    if not known.direct or _modes_entered() or _profiling():
+    known, bound, given = _find(call, backend)
+    M = call.num_tokens
+    if known is None or _modes_entered() or _profiling():
         return bound.run(call, M)
     addresses = [*map(_ADDRESS, given)]
     if not all(addresses):
@@ -166,7 +168,7 @@ def look_up(call: Call, backend: str) -> BoundPlan:
     """The plan of a call, of eager ones that of the first like it."""
     if torch.compiler.is_compiling():
         return BoundPlan(make_plan(call, backend))
-    return _find(call, backend)[0].bound
+    return _find(call, backend)[1]
 
 
 def make_plan(call: Call, backend: str) -> plans.Plan:
@@ -175,10 +177,8 @@ def make_plan(call: Call, backend: str) -> plans.Plan:
     return plans.plan(problem_of(call), machine, backend)
 
 
-def _find(call: Call, backend: str) -> tuple[_Known, tuple[Tensor, ...]]:
-    """What is known of an eager call, and its tensors. Making a plan takes many times as long as
-    finding one.
-    """
+def _find(call: Call, backend: str) -> tuple[_Known | None, BoundPlan, tuple[Tensor, ...]]:
+    """What is known of an eager call, its plan, and its tensors."""
     alike, tensors = _alike, call.tensors()  # should another thread register a backend meanwhile
     types = tuple(map(type, tensors))
     key: tuple | None
@@ -191,69 +191,54 @@ def _find(call: Call, backend: str) -> tuple[_Known, tuple[Tensor, ...]]:
         given = found.pick(tensors)
         for known in found.known:
             if known.check(*given):
-                return known, given
-    bound, given = (
-        BoundPlan(make_plan(call, backend)),
-        tuple([t for t in tensors if t is not None]),
-    )
-    check_rows = library.KINDS[bound.plan.problem.kind].check_rows
-    new = _Known(lambda *_: False, bound, False, check_rows, None)
+                return known, known.bound, given
+    bound = BoundPlan(make_plan(call, backend))
+    given = tuple([t for t in tensors if t is not None])
     if key is None or machines.pretended is not None:
-        return new, given
+        return None, bound, given
     bound.split()
-    if not nothing_listens():
-        return new, given
-    direct = _PLAIN.issuperset(types) and not any([t.is_neg() for t in given])
-    new = new._replace(direct=direct)
-    if direct and not addressable(given):  # they have no elements, or have lost their values
-        return new, given
-    shortcut = bound.shortcut(call) if direct else None  # from the next call on
+    plain, in_memory = _PLAIN.issuperset(types), addressable(given)
+    if plain and not in_memory:
+        refuse_lost(call)
+    check = _guards(call) if plain and in_memory and nothing_listens() else None
+    if check is None:
+        return None, bound, given
+    check_rows = library.KINDS[bound.plan.problem.kind].check_rows
+    new = _Known(check, bound, check_rows, None)
     if found is None:
         if len(alike) >= 1024:
             alike.clear()
         at = [i for i, tensor in enumerate(tensors) if tensor is not None]
         found = _Alike(operator.itemgetter(*at), ())
-    newest = new._replace(check=_guards(call, direct), shortcut=shortcut)
+    newest = new._replace(shortcut=bound.shortcut(call))  # from the next call on
     alike[key] = found._replace(known=(newest, *found.known[: _MOST_KNOWN - 1]))
-    return new, given
+    return new, bound, given
 
 
-def _guards(call: Call, plain: bool) -> Callable[..., bool]:
+def _guards(call: Call) -> Callable[..., bool] | None:
     """Whether tensors are like those of a call: any number of rows where they have M, and there
-    with any strides but that of their columns if it is one. Of plain ones by what torch.compile
-    guards graphs with, in a fifth of the time; where this torch has no such guards, or they know
-    no call with one tensor in two places, and of others, by the same facts.
+    with any strides but that of their columns if it is one. By what torch.compile guards graphs
+    with. None where this torch has no such guards, or they know no call with one tensor in two
+    places: it is planned each time.
     """
-    (dim, of_rows), ndim = call.rows(), call.hidden_states.ndim
-    places = enumerate(call.tensors())
-    given = [(t, i in of_rows and t.ndim == ndim) for i, t in places if t is not None]
-    tensors, have_rows = [t for t, _ in given], [rows for _, rows in given]
-
-    def layout(t: Tensor, rows: bool) -> tuple[list, list]:
-        size: list = list(t.shape)
-        stride: list = list(t.stride())
-        if rows:
+    (dim, of_rows), x = call.rows(), call.hidden_states
+    tensors, sizes, strides = [], [], []
+    for i, tensor in enumerate(call.tensors()):
+        if tensor is None:
+            continue
+        size: list = list(tensor.shape)
+        stride: list = list(tensor.stride())
+        if i in of_rows and tensor.ndim == x.ndim:
             size[dim] = None
             stride = [None] * (len(stride) - 1) + [1 if stride[-1] == 1 else None]
-        return size, stride
-
-    def facts(tensors: Sequence[Tensor]) -> list:
-        return [
-            (t.dtype, t.device, t.requires_grad, _keys(t).raw_repr(), *layout(t, rows))
-            for t, rows in zip(tensors, have_rows, strict=True)
-        ] + [nothing_listens()]
-
-    sizes, strides = zip(*[layout(t, rows) for t, rows in given], strict=True)
+        tensors.append(tensor)
+        sizes.append(size)
+        strides.append(stride)
     try:
-        guards = _TensorGuards(
-            *tensors, dynamic_dims_sizes=[*sizes], dynamic_dims_strides=[*strides]
-        )
-        if plain and guards.check(*tensors) is True:
-            return guards.check
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return guards.check if guards.check(*tensors) is True else None
     except Exception:  # they are private to torch, which may change them
-        pass
-    known = facts(tensors)
-    return lambda *tensors: facts(tensors) == known
+        return None
 
 
 def forget() -> None:

@@ -116,7 +116,7 @@ def test_a_subclass_goes_through_the_dispatcher(direct):
 
 
 def test_a_torch_of_other_guards(direct, monkeypatch):
-    """They are private to it: where they are called otherwise, the same facts are compared."""
+    """They are private to it: where they are called otherwise, all calls are planned."""
 
     class Fewer:
         def __init__(self, *tensors):
@@ -136,15 +136,8 @@ def test_a_torch_of_other_guards(direct, monkeypatch):
         bind.forget()
         for _ in range(2):
             assert torch.equal(moe_ops.fused_experts(*args, backend="torch"), want)
-        with monkeypatch.context() as patch:
-            patch.setattr(bind, "make_plan", lambda *_: pytest.fail("planned"))
-            longer = [torch.cat((t, t)) for t in (args[0], *args[3:])]
-            out = moe_ops.fused_experts(longer[0], *args[1:3], *longer[1:], backend="torch")
-            assert torch.equal(out[:M], want) and torch.equal(out[M:], want)
-        transposed = args[1].mT.contiguous().mT  # other strides
-        assert moe_ops.fused_experts(args[0], transposed, *args[2:], backend="torch") is not None
-        assert [len(alike.known) for alike in bind._alike.values()] == [2]
-    assert direct == [True] * 13
+        assert not bind._alike
+    assert direct == [True] + [False] * 6
 
 
 def test_many_kinds_of_layers_keep_their_guards(monkeypatch):
@@ -160,8 +153,8 @@ def test_many_kinds_of_layers_keep_their_guards(monkeypatch):
         assert torch.equal(moe_ops.fused_experts(*args, backend="torch"), out)
 
 
-def test_a_tensor_in_two_places_is_known_too():
-    """Guards of torch never hold for it."""
+def test_a_tensor_in_two_places_leaves_no_guards():
+    """They never hold for it, and would push out others."""
     args, bias = arguments(), torch.randn(E, 2 * I)
     bind.forget()
     outs = [
@@ -169,7 +162,7 @@ def test_a_tensor_in_two_places_is_known_too():
         for of_w2 in (bias.clone(), bias, bias)
     ]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    assert [len(alike.known) for alike in bind._alike.values()] == [2]
+    assert [len(alike.known) for alike in bind._alike.values()] == [1]
 
 
 def test_not_idle_in_modes_transforms_and_tracers():
