@@ -5,14 +5,16 @@ its reading.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import core_model_loading as loading
 from transformers.modeling_utils import PreTrainedModel
 
+from moe_ops.integrations.checkpoints import files
 from moe_ops.integrations.checkpoints.common import FLOATS
 from moe_ops.integrations.checkpoints.configs import gate_and_up_are_halves
 from moe_ops.integrations.checkpoints.experts import Checkpoint
@@ -33,6 +35,7 @@ from moe_ops.integrations.checkpoints.weights import (
 )
 from moe_ops.integrations.transformers import conversions
 from moe_ops.integrations.transformers import layers as layers_of
+from moe_ops.integrations.transformers.config import METHOD, MoeOpsConfig
 from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.integrations.transformers.sizes import element_bytes, quantized_bytes
 from moe_ops.schemes import get_scheme
@@ -54,6 +57,7 @@ class Assignment:
         model: while transformers loads it.
         checkpoint: what it is loaded from.
         scheme: that plain experts are quantized to, or quantized ones used with; None: their own.
+        own_names: `save_pretrained` wrote quantized experts, under the model's own names.
 
     Attributes:
         layers: of each parameter of experts its layer and its name there.
@@ -65,8 +69,15 @@ class Assignment:
             it.
     """
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, scheme: str | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        scheme: str | None,
+        own_names: bool,
+    ) -> None:
         self.model, self.checkpoint, self.scheme = model, checkpoint, scheme
+        self.own_names = own_names
         self.files = checkpoint.files
         self.layers: dict[str, tuple[Layer, str]] = {
             layer.parameter_name(name): (layer, name)
@@ -79,8 +90,51 @@ class Assignment:
         self.biases: dict[str, Matrices] = {}
         self.ours: set[str] = set()
 
-    def assign(self, transforms: list, table: conversions.Table) -> None:
-        """Decide what every parameter is read from, and check that it can be."""
+    @classmethod
+    def of_files(cls, model: PreTrainedModel, paths: Sequence, config: MoeOpsConfig) -> Assignment:
+        """That of a model and the files that transformers found for it.
+
+        Raises:
+            ValueError: files beside those of the index, or plain experts where config.json says
+                that we have quantized them; or as `Checkpoint`.
+        """
+        _check_index(Path(paths[0]), model.config._name_or_path)
+        said, _ = files.quantization_config(Path(paths[0]).parent)
+        ours = said.get("quant_method") == METHOD
+        checkpoint = Checkpoint(list(paths), {} if ours else None)
+        stored = any(name.endswith(".qdata") for name in checkpoint.files.entries)
+        if ours and not stored and config.of_file:
+            raise ValueError(
+                "the checkpoint's experts must be quantized, as the quantization_config of its "
+                "config.json says, got plain ones: a plain model was saved with the configuration "
+                "of a quantized one. Remove quantization_config and experts_implementation from "
+                "config.json to load it plain, or pass quantization_config=MoeOpsConfig(scheme) "
+                "to quantize it"
+            )
+        for entry in checkpoint.files.repeated:
+            raise ValueError(
+                f"{entry} must not be there, because the index has it in another file and "
+                "transformers reads both; remove the one that is out of date"
+            )
+        return cls(model, checkpoint, config.scheme, ours and stored)
+
+    def assign(self, known: list) -> list:
+        """Decide what every parameter is read from, and check that it can be.
+
+        Returns:
+            transformers' conversions, ``known``, with readers in the place of those of experts.
+        """
+        if self.own_names:
+            entries = self.files.entries
+            same = all(name in entries or f"{name}.qdata" in entries for name in self.layers)
+            # the text model of a composite one has others
+            renamings = [t for t in known if isinstance(t, loading.WeightRenaming)]
+            known = [] if same else renamings
+        kept, table = conversions.own_readers(known, self.layers, self.checkpoint)
+        self._assign(kept, table)
+        return kept
+
+    def _assign(self, transforms: list, table: conversions.Table) -> None:
         renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
         state, prefix = self.model.state_dict(), self.model.base_model_prefix
@@ -463,3 +517,19 @@ def _metadata_key(source: Source) -> str:
     """Where the metadata of our own files describe the weight of these tensors."""
     role, tensor = next(iter(source.items()))
     return "moe_ops:" + tensor.removesuffix(f".{role}")
+
+
+def _check_index(file: Path, path: str) -> None:
+    """Raise ValueError if transformers chose a file that the folder's index does not name, or
+    follows an index out of the folder ``path``.
+    """
+    index = file.parent / files.INDEX
+    if path and (Path(path) / files.INDEX).is_file():
+        files.read_index(Path(path) / files.INDEX)
+    if file.name == "model.safetensors" and index.is_file():
+        named = set(files.read_index(index).values())
+        if file not in named:
+            raise ValueError(
+                f"{file} must be named by {index}, got one that names {min(named).name} and "
+                "others; remove the one of the two that is out of date"
+            )

@@ -9,8 +9,7 @@ quantized checkpoints to the dtype of the parameter they are meant for.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +19,16 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-from moe_ops.integrations.checkpoints import files
-from moe_ops.integrations.checkpoints.experts import Checkpoint
-from moe_ops.integrations.transformers import conversions
 from moe_ops.integrations.transformers import layers as layers_of
-from moe_ops.integrations.transformers.assignment import Assignment
 from moe_ops.integrations.transformers.config import METHOD, MoeOpsConfig
 from moe_ops.integrations.transformers.hook import attach_layers
 from moe_ops.integrations.transformers.sizes import element_bytes
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.ops.relayout import natural as in_natural_layout
 from moe_ops.tensors import ExpertTensor, check_quantizable, flatten, quantize, sharding
+
+if TYPE_CHECKING:
+    from moe_ops.integrations.transformers.assignment import Assignment
 
 
 @auto.register_quantizer(METHOD)
@@ -53,7 +51,6 @@ class MoeOpsQuantizer(HfQuantizer):
             self.is_trainable, self.is_compileable = beside.is_trainable, beside.is_compileable
         # False makes transformers ask for one tensor after the other; threads would read ahead
         self.pre_quantized = False
-        self._own_names = False  # whether save_pretrained wrote quantized experts
         self._assignment: Assignment | None = None  # while a model is loaded
 
     def __deepcopy__(self, memo: dict) -> MoeOpsQuantizer:
@@ -86,41 +83,16 @@ class MoeOpsQuantizer(HfQuantizer):
                 "convert the checkpoint, or load it plain and call "
                 "moe_ops.integrations.transformers.quantize"
             )
-        _check_index(Path(checkpoint_files[0]), model.config._name_or_path)
-        config, _ = files.quantization_config(Path(checkpoint_files[0]).parent)
-        ours = config.get("quant_method") == METHOD
-        checkpoint = Checkpoint(list(checkpoint_files), {} if ours else None)
-        stored = any(name.endswith(".qdata") for name in checkpoint.files.entries)
-        if ours and not stored and self.quantization_config.of_file:
-            raise ValueError(
-                "the checkpoint's experts must be quantized, as the quantization_config of its "
-                "config.json says, got plain ones: a plain model was saved with the configuration "
-                "of a quantized one. Remove quantization_config and experts_implementation from "
-                "config.json to load it plain, or pass quantization_config=MoeOpsConfig(scheme) "
-                "to quantize it"
-            )
-        self._own_names = ours and stored
-        for entry in checkpoint.files.repeated:
-            raise ValueError(
-                f"{entry} must not be there, because the index has it in another file and "
-                "transformers reads both; remove the one that is out of date"
-            )
-        self._assignment = Assignment(model, checkpoint, self.quantization_config.scheme)
+        # what reads checkpoints is not imported where none is read
+        from moe_ops.integrations.transformers.assignment import Assignment
+
+        self._assignment = Assignment.of_files(model, checkpoint_files, self.quantization_config)
 
     def update_weight_conversions(
         self, weight_conversions: list, model: PreTrainedModel | None = None
     ) -> list:
         """Replace the conversions of expert weights, and check the whole checkpoint's headers."""
-        assigned, known = self._assigned, weight_conversions
-        if self._own_names:  # we save under the model's own names
-            entries = assigned.files.entries
-            same = all(name in entries or f"{name}.qdata" in entries for name in assigned.layers)
-            # the text model of a composite one has others
-            renamings = [t for t in known if isinstance(t, loading.WeightRenaming)]
-            known = [] if same else renamings
-        kept, table = conversions.own_readers(known, assigned.layers, assigned.checkpoint)
-        assigned.assign(kept, table)
-        return kept
+        return self._assigned.assign(weight_conversions)
 
     # --- while loading ------------------------------------------------------------------------
 
@@ -318,19 +290,3 @@ def flatten_natural(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], d
             natural[name] = weight.clone() if address in seen else weight
             seen.add(address)
     return flatten(natural)
-
-
-def _check_index(file: Path, path: str) -> None:
-    """Raise ValueError if transformers chose a file that the folder's index does not name, or
-    follows an index out of the folder ``path``.
-    """
-    index = file.parent / files.INDEX
-    if path and (Path(path) / files.INDEX).is_file():
-        files.read_index(Path(path) / files.INDEX)
-    if file.name == "model.safetensors" and index.is_file():
-        named = set(files.read_index(index).values())
-        if file not in named:
-            raise ValueError(
-                f"{file} must be named by {index}, got one that names {min(named).name} and "
-                "others; remove the one of the two that is out of date"
-            )

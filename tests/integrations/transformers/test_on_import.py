@@ -15,7 +15,11 @@ CASES = {
 import moe_ops
 assert not {name for name in sys.modules if name.split(".")[0] in ("transformers", "torchao")}
 """,
-    "before transformers": "import moe_ops; build()",
+    "before transformers": """
+import moe_ops
+build()
+assert not {name for name in sys.modules if name.startswith("moe_ops.integrations.checkpoints")}
+""",
     "after transformers' models": "import transformers.modeling_utils, moe_ops; build()",
     "before peft, which imports transformers": "import moe_ops, peft; build()",
     "a quantized model that was saved": """
