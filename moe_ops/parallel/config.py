@@ -183,14 +183,10 @@ class ParallelConfig:
                 "mesh must contain this process's device, got one of other ranks; build the layer "
                 "on the mesh's own ranks alone"
             )
-        sizes = {name: mesh.size(dim) for dim, name in enumerate(names)}
-        ranks = {name: mesh.get_local_rank(name) for name in names}
-        return cls._of_deployment(
-            sizes,
-            ranks,
-            sequence_parallel,
-            **options,
-        )
+        places = {
+            name: (mesh.size(dim), mesh.get_local_rank(name)) for dim, name in enumerate(names)
+        }
+        return cls._of_places(places, sequence_parallel, **options)
 
     @classmethod
     def from_torchrun(
@@ -232,35 +228,25 @@ class ParallelConfig:
             )
         inner, tp_rank = divmod(rank, tp_size)
         dp_rank, pcp_rank = divmod(inner, pcp_size)
-        return cls._of_deployment(
-            {"tp": tp_size, "pcp": pcp_size, "dp": world // (tp_size * pcp_size)},
-            {"tp": tp_rank, "pcp": pcp_rank, "dp": dp_rank},
-            sequence_parallel,
-            **options,
-        )
+        places = {
+            "tp": (tp_size, tp_rank),
+            "pcp": (pcp_size, pcp_rank),
+            "dp": (world // (tp_size * pcp_size), dp_rank),
+        }
+        return cls._of_places(places, sequence_parallel, **options)
 
     @classmethod
-    def _of_deployment(
+    def _of_places(
         cls,
-        sizes: dict[str, int],
-        ranks: dict[str, int],
+        places: dict[str, tuple[int, int]],  # (size, rank) by name; missing ones are (1, 0)
         sequence_parallel: bool,
         **options: Unpack[_Options],
     ) -> ParallelConfig:
-        """`make` for sizes and ranks by name; missing ones are 1 and 0."""
-        tp = sizes.get("tp", 1), ranks.get("tp", 0)
-        sp = tp if sequence_parallel else (1, 0)
-        return cls.make(
-            tp_size=tp[0],
-            tp_rank=tp[1],
-            pcp_size=sizes.get("pcp", 1),
-            pcp_rank=ranks.get("pcp", 0),
-            dp_size=sizes.get("dp", 1),
-            dp_rank=ranks.get("dp", 0),
-            sp_size=sp[0],
-            sp_rank=sp[1],
-            **options,
-        )
+        if sequence_parallel:
+            places = places | {"sp": places.get("tp", (1, 0))}
+        sizes = {f"{name}_size": size for name, (size, _) in places.items()}
+        ranks = {f"{name}_rank": rank for name, (_, rank) in places.items()}
+        return cls.make(**sizes, **ranks, **options)
 
     @property
     def is_sequence_parallel(self) -> bool:
