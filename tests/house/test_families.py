@@ -27,7 +27,6 @@ ELSEWHERE = {
     "backends/flashinfer/binding.py": "names of its own",
     "backends/flashinfer/library.py": "names of its own",
     "backends/triton/mixed.py": "what was measured",
-    "kernels/mixed_gemm/configs.py": "what was measured",
     "parallel/all2all.py": "the address of a library",
     "parallel/costs.py": "what was measured",
     "parallel/plan.py": "what was measured",
