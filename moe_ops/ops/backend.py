@@ -15,8 +15,8 @@ from moe_ops.ops.relayout import Relayout
 from moe_ops.schemes import get_scheme, schemes_of_layer
 
 
-def _always_there() -> None:
-    """Of a backend that needs no library."""
+def _nothing(*_: Any) -> None:
+    """Of a library that is always there, and built."""
 
 
 def _not_shown(problem: Problem, machine: Machine) -> list[str]:
@@ -55,20 +55,20 @@ class Operator(NamedTuple):
 class Library:
     """What a backend calls, and whether that is there."""
 
-    available: Callable[[], str | None] = _always_there  # None, or why not and what to install
+    available: Callable[[], str | None] = _nothing  # None, or why not and what to install
     distribution: str = ""  # what pip calls it
     newest_tested: str = ""  # the newest version of the distribution that tests ran with
     interpreted: bool = False  # on a CPU: by an interpreter, for tests; never chosen by "auto"
     # why "auto" leaves the backend out on a machine where a call that names it would first build
     # it, for minutes; None where it is built
-    unbuilt: Callable[[Machine], str | None] | None = None
+    unbuilt: Callable[[Machine], str | None] = _nothing
     # kernels that it must do without for a problem, and why: `explain` says so
-    missing_kernels: Callable[[Problem, Machine], list[str]] | None = None
+    missing_kernels: Callable[[Problem, Machine], list[str]] = lambda problem, machine: []
     # what `moe_ops.warmup` enters around a call of so many rows: there a library may tune, and
     # save what it found below `environment.cache_folder()`
     warm: Callable[[int], AbstractContextManager] | None = None
     # bytes that it allocates by itself for so many rows, beside the workspaces
-    own_bytes: Callable[[int, Problem], int] | None = None
+    own_bytes: Callable[[int, Problem], int] = lambda rows, problem: 0
 
     @property
     def untested_version(self) -> str | None:

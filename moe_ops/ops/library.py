@@ -36,13 +36,8 @@ LIB = torch.library.Library("moe_ops", "DEF")
 # its gradients. PrivateUse1 is the key of devices that come as extensions.
 TORCH_DEVICES = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
 
-
 _TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?"}
-
-
 _WRITTEN = ("out", "workspace13", "workspace2", "index_workspace")
-
-
 # the tensors of a weight that travel in `scales`
 _SLOTS = ("scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
 # and behind those of all weights, those of an input that arrives quantized
@@ -322,11 +317,7 @@ def _warn_of_gradients(values: Sequence[Any]) -> None:
 
 
 _ALWAYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
-
-
 _ALWAYS = _ALWAYS.add(torch._C.DispatchKey.ADInplaceOrView)
-
-
 _UNUSUAL = ~_ALWAYS.raw_repr()
 
 

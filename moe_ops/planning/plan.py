@@ -101,9 +101,8 @@ class Plan:
         more = [
             backend.library.own_bytes(rows if limit < 0 else min(rows, limit), self.problem)
             for limit, backend in self.tiers
-            if backend.library.own_bytes is not None
         ]
-        return total + max(more, default=0)
+        return total + max(more)
 
     def num_chunks(self, M: int) -> int:
         """How many parts a call with M rows runs in, one after the other."""
@@ -176,9 +175,8 @@ class Plan:
         elif self.basis and m.gpu_name:
             lines.append("  chosen by a heuristic: this problem was not measured on this GPU")
         for _, backend in self.tiers:
-            if backend.library.missing_kernels is not None:
-                for reason in backend.library.missing_kernels(self.problem, m):
-                    lines.append(f"  {backend.name} runs without some of its kernels: {reason}")
+            for reason in backend.library.missing_kernels(self.problem, m):
+                lines.append(f"  {backend.name} runs without some of its kernels: {reason}")
             if backend.library.untested_version:
                 lines.append(f"  {backend.library.untested_version}")
         for M in (1, 64, 4096):
@@ -374,7 +372,7 @@ def why_not(
         return reasons
     if not reasons and backend.library.interpreted and machine.device_type == "cpu":
         reasons.append("runs in an interpreter on a CPU: only when named")
-    if not reasons and backend.library.unbuilt is not None:
+    if not reasons:
         missing = backend.library.unbuilt(machine)
         if missing is not None:
             reasons.append(missing)
