@@ -377,14 +377,11 @@ def why_left_out(kernel: str, arch: Arch) -> str:
         return environment.why_no_gluon(triton.__version__) or ""
     if "_tma_" in kernel and arch not in (90, 100):
         return "needs the shared memory of compute capability 9.0"
-    if "_cutlass_" in kernel and kernel.endswith("_blocks"):
-        wanted = "compute capability 10.0 and 12.0"
-        return "" if arch in (100, 120) else f"runs around products that are built for {wanted}"
-    if "_cutlass_" in kernel and arch != 90 and not (arch > 90 and kernel.endswith("_setup")):
+    if "_cutlass_" in kernel and arch < 90:
         return "runs around CUTLASS's products, which are built for compute capability 9.0"
     if "_train_" in kernel and arch < 90:
         return "runs around torch's grouped products, which need compute capability 9.0"
-    if ("_deep_gemm_" in kernel or kernel in AROUND_BOTH) and arch < 90:
+    if kernel in AROUND_BOTH and arch < 90:
         return "runs around products of DeepGEMM and CUTLASS, which need compute capability 9.0"
     return ""
 
