@@ -62,7 +62,7 @@ ROUTER_USES = ("launch", "device", "router")
 BACKEND = (
     "binding",
     "relayout library schemes cpu",
-    "operands setup inputs grouped_mm chunked products",
+    "operands setup inputs grouped_mm products",
     "grouped",
     "layer plain mixed",
     "two_schemes",

@@ -4,26 +4,23 @@ at first launch only.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated, activated
-from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import (
     GEMV,
     SM90_MMA,
     SM90_PACKED,
     SM90_WGMMA,
     LayerConfig,
-    block_bound,
 )
 from moe_ops.kernels.gemm.operands import Output
 from moe_ops.kernels.launch import Gpu, Launch, run
@@ -34,11 +31,10 @@ from moe_ops.kernels.place.place import place
 from moe_ops.kernels.place.routing import (
     NO_ROUTER_WEIGHTS,
     route_pairs,
-    router_weights,
     sorted_rows,
 )
 from moe_ops.kernels.place.sort import group_blocks, route, sort_into
-from moe_ops.kernels.rows.combine import combine, combine_rows
+from moe_ops.kernels.rows.combine import combine_rows
 from moe_ops.kernels.rows.e4m3_int8 import Valid, counted
 from moe_ops.kernels.rows.emulated import Hidden, decode_x, round_h, round_x
 from moe_ops.kernels.rows.operand import Operand
@@ -55,9 +51,14 @@ from moe_ops.kernels.rows.shared import valid_pairs
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
+from moe_ops.pipeline.gathered import (
+    num_blocks_of,
+    placed,
+    run_in_chunks,
+    summed,
+    weights_on_input,
+)
 
-# cached: torch.sym_min is slow for an integer
-num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # fewer of whose rows kernels/place/place.py counts in workspace2
 
@@ -217,17 +218,13 @@ def _mma_launches(
     gemm1_alone: bool = False,
 ) -> list[Launch]:
     """A layer of experts, or a chunk of its tokens, by kernels/mixed_gemm/sm80_mma.py."""
-    ids = a.topk_ids
-    (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
+    (M, top_k), E, K, I = a.topk_ids.shape, w2.E, w2.N, w2.K  # noqa: E741
     pairs, block_m = M * top_k, config.block_m
-    blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
-    routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
-    weights, valid = router_weights(a.topk_weights), valid_pairs(a, routing)
-    on_input, weighted = valid.topk_weights, not a.options.router_weight_on_input
+    routing, sort = placed(a, E, config)
+    valid = valid_pairs(a, routing)
+    on_input = valid.topk_weights
     y = flat(a.workspace2, torch.float32, pairs * K)
-    launches: list[Launch] = []
-    if not config.direct:
-        launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
+    launches = [] if sort is None else [route(routing, sort, gpu)]
     more, rows, h = _rounded(a, rounding, M, M, K, pairs, I, valid, gpu, shared)
     if rounding is not None and a.hidden_states_scale is None:
         # router weights have scaled x before rounding
@@ -245,10 +242,7 @@ def _mma_launches(
         *h.launches,
         sm80_mma.gemm2(Output(y, 0, K, 1), h.read, w2, routing, config.gemm2, block_m, gpu),
     )
-    if a.options.exchange:
-        return [*launches, sum_ranks(a, y, None)]
-    launches.append(combine(a.out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks))
-    return launches
+    return [*launches, summed(a, y, routing, gpu)]
 
 
 def wgmma_launches(
@@ -268,9 +262,7 @@ def wgmma_launches(
     unsorted = configs.max_unsorted_pairs(pairs, E) > 0
     blocks = pairs if unsorted else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, False)
-    weights = router_weights(a.topk_weights)
-    weighted = not a.options.router_weight_on_input
-    on_input = before = NO_ROUTER_WEIGHTS if weighted else weights
+    on_input = before = weights_on_input(a)
     x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
     dtype, x_scale, I = x.data.dtype, None, w2.padded_k  # noqa: E741
     kernels = sm90_wgmma()
@@ -311,10 +303,7 @@ def wgmma_launches(
         *h.launches,
         kernels.gemm2(y, h.read.data, w2, of_pairs, g2, block_m, split_k, gpu, h.read.scale),
     )
-    if a.options.exchange:
-        return [*launches, sum_ranks(a, y, None, split_k)]
-    last = combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks)
-    return [*launches, last]
+    return [*launches, summed(a, y, routing, gpu, split_k)]
 
 
 def packed_launches(

@@ -4,11 +4,8 @@ only.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
-from moe_ops.backends.triton.chunked import run_in_chunks
 from moe_ops.choose.plain import (
     LARGE_ROWS,
     choose,
@@ -19,19 +16,15 @@ from moe_ops.choose.plain import (
 from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated, activated
-from moe_ops.kernels.comm.push import sum_ranks
-from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig, block_bound
+from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
 from moe_ops.kernels.gemm.operands import Output, Scaling, Weight, bias_of, scaling_of, weight_of
 from moe_ops.kernels.launch import Gpu, Launch, run
 from moe_ops.kernels.place.routing import (
     NO_ROUTER_WEIGHTS,
-    route_pairs,
-    router_weights,
     sorted_rows,
 )
-from moe_ops.kernels.place.sort import group_blocks, route, sort_into
-from moe_ops.kernels.rows.combine import combine
+from moe_ops.kernels.place.sort import group_blocks, route
 from moe_ops.kernels.rows.e4m3_int8 import counted, quantize_x
 from moe_ops.kernels.rows.scales import (
     NUM_PARTIALS,
@@ -47,9 +40,7 @@ from moe_ops.kernels.rows.shared import valid_pairs
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
-
-# cached: two sym_min cost every call time
-num_blocks_of = lru_cache(maxsize=8192)(block_bound)
+from moe_ops.pipeline.gathered import num_blocks_of, placed, run_in_chunks, summed
 
 
 def experts(a: ExpertsArgs) -> None:
@@ -102,15 +93,12 @@ def _launches(
     """The launches of a layer, or of a chunk of its tokens, whose one scale of x and of h is then
     known (`shared`).
     """
-    ids, out = a.topk_ids, a.out
-    (M, top_k), (E, K, I) = ids.shape, a.w2.shape  # noqa: E741
+    (M, top_k), (E, K, I) = a.topk_ids.shape, a.w2.shape  # noqa: E741
     pairs, block_m, x_scale, dtype = M * top_k, config.block_m, scaling.X_SCALE, a.dtype
     rows, first = _input(a, scaling, gpu)
-    blocks = pairs if config.direct else num_blocks_of(pairs, E, block_m)
-    routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
-    weights, valid = router_weights(a.topk_weights), valid_pairs(a, routing)
+    routing, sort = placed(a, E, config)
+    valid = valid_pairs(a, routing)
     on_input = valid.topk_weights
-    sort = None if config.direct else sort_into(block_m, pairs, E, config.sort_chunk)
     h, h_scale = hidden(a.workspace13, pairs, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype)
     # rounded, under `batch_invariant`, as `cutlass` rounds it
     y = flat(a.workspace2, dtype if a.options.batch_invariant else torch.float32, pairs * K)
@@ -145,11 +133,7 @@ def _launches(
         )  # fmt: skip
     if gemm1_alone:
         return launches[:-1]
-    if a.options.exchange:
-        return [*launches, sum_ranks(a, y, None)]
-    weighted = not a.options.router_weight_on_input
-    launches.append(combine(out, y, weights, routing, weighted, gpu, num_blocks=a.num_blocks))
-    return launches
+    return [*launches, summed(a, y, routing, gpu)]
 
 
 def _input(

@@ -15,7 +15,6 @@ from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import ROWS_OF_ANY_BATCH, LayerSizes
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated, activated
-from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import (
     GEMV,
     SM90_PACKED,
@@ -33,16 +32,14 @@ from moe_ops.kernels.place.routing import (
     NO_ROUTER_WEIGHTS,
     RouterWeights,
     Routing,
-    route_pairs,
-    router_weights,
     sorted_rows,
 )
-from moe_ops.kernels.place.sort import group_blocks, route, sort_into
-from moe_ops.kernels.rows.combine import combine
+from moe_ops.kernels.place.sort import group_blocks, route
 from moe_ops.kernels.rows.scales import Input, batches_of, flat, rows_of
 from moe_ops.meta.workspace import cdiv, round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
+from moe_ops.pipeline.gathered import placed, summed, weights_on_input
 
 AnyWeight = MixedOperand | Weight
 
@@ -112,20 +109,13 @@ def _launches(
     than those of sm80_mma.py do not run. Kernels of plain weights read the table of blocks, so
     that a kernel sorts few pairs, too.
     """
-    ids, x, block_m = a.topk_ids, a.hidden_states, config.block_m
-    (M, top_k), E, K, I = ids.shape, a.w2.shape[0], a.out.shape[1], _columns(w2)  # noqa: E741
-    pairs = M * top_k
-    blocks = pairs if config.direct else mixed.num_blocks_of(pairs, E, block_m)
-    routing = route_pairs(a.index_workspace, ids, a.expert_map, E, blocks, config.direct)
-    weights = router_weights(a.topk_weights)
-    weighted = not a.options.router_weight_on_input
-    on_input = NO_ROUTER_WEIGHTS if weighted else weights
+    x, pairs, block_m = a.hidden_states, a.topk_ids.numel(), config.block_m
+    K, I = a.out.shape[1], _columns(w2)  # noqa: E741
+    routing, sort = placed(a, a.w2.shape[0], config)
     h = Input(flat(a.workspace13, x.dtype, pairs * I), 0, I, 1)
     y = flat(a.workspace2, torch.float32, pairs * K)
-    launches: list[Launch] = []
-    if not config.direct:
-        launches.append(route(routing, sort_into(block_m, pairs, E, config.sort_chunk), gpu))
-    how = (on_input, activation, config.gemm1, block_m, gpu)
+    launches = [] if sort is None else [route(routing, sort, gpu)]
+    how = (weights_on_input(a), activation, config.gemm1, block_m, gpu)
     wgmma = mixed.sm90_wgmma() if config.kernel == SM90_WGMMA else None
     of_pairs = None if wgmma is None else wgmma.pair_routing(routing, pairs)
     if wgmma is not None and isinstance(w13, MixedOperand):
@@ -151,10 +141,7 @@ def _launches(
     else:
         second = (w2, a.w2_bias, routing, config.gemm2, block_m, gpu)
         launches.append(_gemm2(Output(y, 0, K, 1), h, *second))
-    if a.options.exchange:
-        return [*launches, sum_ranks(a, y, None, split_k)]
-    last = combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks)
-    return [*launches, last]
+    return [*launches, summed(a, y, routing, gpu, split_k)]
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
