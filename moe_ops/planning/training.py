@@ -41,7 +41,9 @@ class TrainingPlan(NamedTuple):
 def plan(call: ExpertsCall, matrices: Sequence[Tensor] = ()) -> TrainingPlan:
     """The plan of a call whose adapters have these matrices. Each operator asks once."""
     reason = why_not_kernels(call, matrices)
-    return TrainingPlan(reason, PORTABLE if reason else _products(call.hidden_states))
+    plain = not (call.w13.scheme and call.w2.scheme)  # else nothing is asked or loaded for them
+    fast = reason is None and plain
+    return TrainingPlan(reason, _products(call.hidden_states) if fast else PORTABLE)
 
 
 def _products(x: Tensor) -> Products:
