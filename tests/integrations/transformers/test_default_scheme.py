@@ -23,7 +23,7 @@ needs_kernels = pytest.mark.skipif(layer.kernels() is None, reason="the CPU kern
 def layer_on(device: str, dtype=torch.bfloat16, columns=64) -> SimpleNamespace:
     weight = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(4, 96, columns))
     owner = experts_of(model_of("mixtral"))
-    found = {"weights": ("down_proj",), "owner": owner, "family": None}
+    found = {"weights": ("down_proj",), "owner": owner, "on_hook": True}
     return SimpleNamespace(natural_weight=lambda name: weight, **found)
 
 
@@ -67,7 +67,6 @@ def test_layers_that_the_kernels_of_a_cpu_do_not_run(family, name, monkeypatch):
     monkeypatch.setattr(layer, "kernels", lambda: object())
     if name:
         monkeypatch.setattr(activations, "_plain", lambda module: Activation(name))
-        monkeypatch.setattr(activations, "_gate_name", lambda kind: "")
     model = build(family, 1).to(torch.bfloat16)
     with pytest.raises(ValueError, match="on a CPU, got None: no scheme is fast there beside"):
         integration.quantize(model)

@@ -15,7 +15,7 @@ if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
 
 import moe_ops
 from moe_ops.integrations.transformers.expert_parallel import ExpertParallel
-from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.integrations.transformers.layers import layer_of
 from tests.integrations.transformers import expert_ranks
 
 SECONDS = 300.0  # after which a job hangs: alone it takes a fifth of that, on a busy machine more
@@ -60,6 +60,7 @@ def test_fsdp_takes_no_transposed_experts():
         def _get_fsdp_state(self):  # as fully_shard adds
             return SimpleNamespace(_is_root=None)
 
-    layer = Layer("model.layers.0.mlp.experts", Experts(), None)
+    layer = layer_of("model.layers.0.mlp.experts", Experts())
+    assert layer is not None
     with pytest.raises(ValueError, match="model.layers.0.mlp.experts.down_proj must not be quant"):
         layer.set_weight("down_proj", moe_ops.quantize(torch.randn(2, 32, 64), "int4_w4a16:g32"))
