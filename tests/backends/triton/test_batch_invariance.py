@@ -20,7 +20,7 @@ from moe_ops import activations
 from moe_ops.autograd import fused, training
 from moe_ops.autograd.adapters import UNADAPTED
 from moe_ops.backend import Library
-from moe_ops.backends.triton import backend, chunked, mixed, plain
+from moe_ops.backends.triton import backend, mixed, plain
 from moe_ops.choose import plain as choose
 from moe_ops.kernels import launch
 from moe_ops.kernels.launch import Gpu
@@ -29,6 +29,7 @@ from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine
 from moe_ops.parallel.placement import Placement, shard_experts
+from moe_ops.pipeline import gathered
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 from moe_ops.planning.training import PORTABLE
@@ -61,7 +62,7 @@ def launched() -> Iterator[list]:
     """The launches of each call, which are not run, as an H200 with a measured table gets them."""
     found: list = []
     with contextlib.ExitStack() as stack:
-        for module in (plain, mixed, chunked):
+        for module in (plain, mixed, gathered):
             keep = mock.patch.object(module, "run", lambda launches, *_: found.append(launches))
             stack.enter_context(keep)
         stack.enter_context(mock.patch.object(launch, "gpu", lambda device: H200))
