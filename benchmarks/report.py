@@ -1375,6 +1375,7 @@ TRITONS = (
     RESULTS / "compare_tritons_NVIDIA_H200.json",
     RESULTS / "compare_tritons_one_token_NVIDIA_H200.json",
 )
+STAGES = (RESULTS / "compare_stages_NVIDIA_H200.json",)
 LOADING = RESULTS / "loading_6GB_16threads.json"
 PAIRS = RESULTS / "two_schemes_NVIDIA_H200.json"
 FORMATS = {
@@ -1385,13 +1386,14 @@ FORMATS = {
 }
 
 
-def tritons(paths: Sequence[Path] = TRITONS) -> str:
-    """Times under Triton 3.9 over those under 3.6, by scheme; a cell that both files have counts
-    as the later one has it."""
+def compared(paths: Sequence[Path]) -> str:
+    """Times of the second checkout or Triton over those of the first, by scheme; a cell that
+    several files have counts as the last one has it."""
     cells: dict[tuple, dict] = {}
     for path in paths:
         for row in rows_of(path):
-            cells[row["shape"], row["scheme"], row["num_tokens"]] = row
+            if "ratio" in row:
+                cells[row["shape"], row["scheme"], row["num_tokens"]] = row
     of_scheme: dict[str, list[dict]] = {}
     for row in cells.values():
         of_scheme.setdefault(row["scheme"], []).append(row)
@@ -1513,7 +1515,8 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "8-bit activations": eight_bits,
         "weight-only peers": weight_only,
         "weight-only peers on an H100": lambda: weight_only(LAYERS_ON_H100),
-        "tritons": tritons,
+        "tritons": lambda: compared(TRITONS),
+        "stages": lambda: compared(STAGES),
     },
 }
 
