@@ -23,8 +23,8 @@ from moe_ops.kernels.place.routing import (
 )
 from moe_ops.kernels.place.sort import Sort, sort_into
 from moe_ops.kernels.rows.combine import combine
-from moe_ops.kernels.rows.scales import Shared, shared_of
-from moe_ops.kernels.rows.shared import amax_of
+from moe_ops.kernels.rows.e4m3_int8 import Valid, amax, counted
+from moe_ops.kernels.rows.scales import Shared, batches_of, rows_of, shared_of
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 
 # cached: two sym_min cost every call time
@@ -76,6 +76,23 @@ def weights_on_input(a: ExpertsArgs) -> RouterWeights:
     """The router weights that scale the input, or none."""
     on_input = a.options.router_weight_on_input
     return router_weights(a.topk_weights) if on_input else NO_ROUTER_WEIGHTS
+
+
+def valid_pairs(a: ExpertsArgs, routing: Routing) -> Valid:
+    """The rows of x that a local expert takes, and the router weights that scale the input."""
+    return Valid("pairs", routing, weights_on_input(a))
+
+
+def amax_of(a: ExpertsArgs | BatchedExpertsArgs, shared: Shared, gpu: Gpu) -> Launch:
+    """Find the largest magnitude in the rows of x that a local expert takes."""
+    x, E = a.hidden_states, a.w2.shape[0]
+    if isinstance(a, BatchedExpertsArgs):
+        T, K = x.shape[1:]
+        valid = counted("batched", a.expert_num_tokens)
+        return amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)
+    M, K = x.shape
+    routing = route_pairs(a.index_workspace, a.topk_ids, a.expert_map, E, 0, False)
+    return amax(rows_of(x), M, M, K, shared.x, valid_pairs(a, routing), shared.h, gpu)
 
 
 def summed(a: ExpertsArgs, y: Tensor, routing: Routing, gpu: Gpu, split_k: int = 1) -> Launch:

@@ -28,12 +28,12 @@ from moe_ops.kernels.launch import Launch, run
 from moe_ops.kernels.place.layout import Layout, index_parts
 from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.scales import Shared
-from moe_ops.kernels.rows.shared import amax_of
 from moe_ops.meta.workspace import carve
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
 from moe_ops.ops.call import stored_transposed
 from moe_ops.ops.chunks import batched_chunks, chunks
 from moe_ops.ops.exchange import gathered
+from moe_ops.pipeline.gathered import amax_of
 from moe_ops.pipeline.layer import (
     AnyArgs,
     BatchSteps,

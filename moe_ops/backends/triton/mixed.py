@@ -47,7 +47,6 @@ from moe_ops.kernels.rows.scales import (
     input_of,
 )
 from moe_ops.kernels.rows.scatter import scatter
-from moe_ops.kernels.rows.shared import valid_pairs
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
@@ -56,6 +55,7 @@ from moe_ops.pipeline.gathered import (
     placed,
     run_in_chunks,
     summed,
+    valid_pairs,
     weights_on_input,
 )
 

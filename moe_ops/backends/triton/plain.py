@@ -36,11 +36,10 @@ from moe_ops.kernels.rows.scales import (
     input_of,
     of_arrived,
 )
-from moe_ops.kernels.rows.shared import valid_pairs
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks, chunks
-from moe_ops.pipeline.gathered import num_blocks_of, placed, run_in_chunks, summed
+from moe_ops.pipeline.gathered import num_blocks_of, placed, run_in_chunks, summed, valid_pairs
 
 
 def experts(a: ExpertsArgs) -> None:
