@@ -150,7 +150,7 @@ class Assignment:
             target, pattern = taken.get(key) or conversions.rename(
                 tensor, renamings, converters, prefix, state
             )
-            if pattern in table:
+            if pattern in table and conversions.expert_number(target) is None:
                 taken[key] = target, pattern
             claimed.update(_targets_of(target, pattern, converters))
             if tensor in self.files.unknown:

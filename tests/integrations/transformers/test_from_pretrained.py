@@ -14,12 +14,15 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
 files = pytest.importorskip("safetensors.torch")
 
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
 from moe_ops.integrations.transformers import MoeOpsConfig, attach, quantize
 from tests.integrations.transformers import test_families
 from tests.integrations.transformers.checkpoints import (
     INNER,
     E,
     H,
+    assert_same_values,
     edit_config,
     gpt_oss,
     load,
@@ -204,6 +207,30 @@ def test_single_quantized_experts_of_a_family_that_stacks_them(tmp_path):
     )
     assert schemes_of(loaded) == {"int4_w4a16:g32"}
     assert relative(logits(loaded), logits(original)) < 1e-5
+
+
+def test_numbered_experts_of_the_model_itself(tmp_path, monkeypatch):
+    """Matrices of a list beside a stack of experts: each is a parameter of its own."""
+    cls, mlp = modeling_qwen3_moe.Qwen3MoeDecoderLayer, modeling_qwen3_moe.Qwen3MoeMLP
+    make = cls.__init__
+
+    def with_a_list(self, config, i):
+        make(self, config, i)
+        self.shared_experts = torch.nn.ModuleList([mlp(config, INNER) for _ in range(2)])
+
+    monkeypatch.setattr(cls, "__init__", with_a_list)
+    writer, original = copy.deepcopy(WRITERS["ct_fp8"]), qwen(1)
+    requantize(tmp_path, writer, original, ".mlp.experts.")
+
+    def change(tensors):
+        for name in [name for name in tensors if ".shared_experts." in name]:
+            module = name.removesuffix(".weight")
+            parts, values = writer.matrix(*tensors.pop(name).shape)
+            tensors |= {f"{module}.{part}": t for part, t in parts.items()}
+            original.get_submodule(module).weight.data = torch.from_numpy(values).float()
+
+    rewrite(tmp_path, change)
+    assert_same_values(load(tmp_path), original)
 
 
 @pytest.mark.parametrize(
