@@ -120,6 +120,7 @@ class Loader:
             parts = [_by_rows(p, by_rows) for p in converted]
             stack.put(some, self._checked(parts, experts[some]))
             begin = some.stop
+            del tensors, converted, parts  # before more is read
         return stack.tensors
 
     def _stored(self, expert: tuple[Source, ...]) -> list:
@@ -272,7 +273,8 @@ class Loader:
             if t.dim() > 1:
                 continue
             numbers = torch.stack([parts[name] for parts in projections], -1)
-            differ = (numbers != numbers[:, :1]).any(1).nonzero()
+            first = numbers[:, :1]  # NaN is found later
+            differ = ((numbers != first) & ~(numbers.isnan() & first.isnan())).any(1).nonzero()
             if len(differ):
                 e = int(differ[0])
                 source = experts[min(e, len(experts) - 1)][0]

@@ -35,10 +35,12 @@ def _contiguous(matrices: Tensor) -> Tensor:
         return matrices.contiguous()
     turned = reading.empty(matrices.shape, matrices.dtype)
     sources, places = matrices.flatten(0, -3), turned.flatten(0, -3)
+    mode = torch.is_inference_mode_enabled()  # of this thread, which others do not have
 
     def turn(some: slice) -> None:
-        for source, place in zip(sources[some], places[some], strict=True):
-            place.copy_(source)
+        with torch.inference_mode(mode):
+            for source, place in zip(sources[some], places[some], strict=True):
+                place.copy_(source)
 
     reading.for_some(turn, len(places), turned.nbytes)
     return turned

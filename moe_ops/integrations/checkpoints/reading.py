@@ -88,8 +88,8 @@ def _read(pieces: list[Piece]) -> None:
                 count += 1
             reached = _read_run(f, begin, places)
             if reached < end:
-                entry = [piece.entry for piece in pieces[:count] if piece.begin <= reached][-1]
-                raise ValueError(f"{entry} ends early: the file was changed while it was read")
+                cut = next(p for p in pieces if p.begin + len(p.place) > reached)
+                raise ValueError(f"{cut.entry} ends early: the file was changed while it was read")
             pieces = pieces[count:]
 
 

@@ -1,9 +1,11 @@
 """Experts that threads read, many at a time: the bits, the errors and the memory."""
 
 import copy
+import dataclasses
 import json
 import os
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -80,6 +82,15 @@ def test_plain_experts(threads, tmp_path):
     assert torch.equal(got, torch.cat([gate, up], 1))
 
 
+def test_words_that_threads_turn_in_inference_mode(threads, tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_SHARE", 2**12)
+    checkpoint = write(tmp_path, GPTQ())
+    threads(4)
+    want = checkpoint.expert_weight(PREFIX)
+    with torch.inference_mode():
+        same(checkpoint.expert_weight(PREFIX), want)
+
+
 class TensorFP8(ChannelFP8):
     """One fp32 scale for each matrix."""
 
@@ -113,6 +124,12 @@ def differ(tensors):
         tensors[f"{PREFIX}.{e}.up_proj.weight_scale"].mul_(1.5)
 
 
+def lose(tensors):
+    for e in (9, 5):
+        for name in ("gate_proj", "up_proj"):
+            tensors[f"{PREFIX}.{e}.{name}.weight_scale"].fill_(torch.nan)
+
+
 ERRORS = {
     "found by a conversion": (GPTQ(), disorder, r"\.5\.up_proj.qweight in .*act-order"),
     "found in the stack": (NVFP4(), spoil, r"\.5\.up_proj.weight_packed in .*: scale must be fi"),
@@ -120,6 +137,11 @@ ERRORS = {
         TensorFP8(),
         differ,
         r"\.5\.gate_proj.weight in .* must have the scale of the other projections",
+    ),
+    "of numbers that are none": (
+        TensorFP8(),
+        lose,
+        r"\.5\.gate_proj.weight in .*: scale must be finite, got NaN",
     ),
 }
 
@@ -199,6 +221,22 @@ def test_few_experts_are_held_beside_the_weight(form, converted, threads, tmp_pa
     assert converted or all(place in inside for place in begun[1])
 
 
+def test_what_was_converted_is_let_go_before_more_is_read(tmp_path, monkeypatch):
+    checkpoint = write(tmp_path, WRITERS["gptq4_sym"])
+    monkeypatch.setattr(loading, "_BESIDE", 1)
+    read_alike, read, counts = loading.Loader._read_alike, [], []
+
+    def watched(*args):
+        counts.append(sum(ref() is not None for ref in read))
+        tensors = read_alike(*args)
+        read.extend(weakref.ref(t) for parts in tensors for t in parts.values())
+        return tensors
+
+    monkeypatch.setattr(loading.Loader, "_read_alike", watched)
+    checkpoint.expert_weight(PREFIX)
+    assert counts == [0] * E
+
+
 def test_experts_that_are_stored_in_another_way(tmp_path):
     """Scales of one expert have another dtype, which become fp32 as those of the others."""
 
@@ -265,6 +303,12 @@ def test_pieces_of_files(at_once, count, threads, tmp_path, monkeypatch):
     beyond = Piece(entry, len(content) - 50, np.zeros(51, np.uint8))
     with pytest.raises(ValueError, match="tensor1 in .* ends early"):
         reading.read_pieces([*pieces, beyond])
+    # the file ends between two pieces that are read at once
+    whole = Piece(entry, len(content) - 20, np.zeros(10, np.uint8))
+    absent = dataclasses.replace(entry, name="missing")
+    missing = Piece(absent, len(content) + 20, np.zeros(10, np.uint8))
+    with pytest.raises(ValueError, match="missing in .* ends early"):
+        reading.read_pieces([whole, missing])
 
 
 def test_words_in_their_order_are_not_copied():
