@@ -114,7 +114,8 @@ def test_chunks_have_the_scales_of_all_tokens(scheme):
     whole = case.run()
     for most in range(20000, 60000, 10000):
         case.options["max_workspace_bytes"] = most
-        assert torch.equal(case.run(), whole)
+        # torch's products may depend on the number of rows; scales of a chunk's own change 5 %
+        assert_matches(case.run(), whole, 1e-3)
 
 
 @pytest.mark.parametrize("scheme", ["plain+fp8_tensor", "fp8_tensor+plain"])
@@ -125,7 +126,7 @@ def test_batches_in_chunks_have_the_scales_of_all_rows(scheme):
     chunked = {"backend": "torch", "max_workspace_bytes": 60000}
     again = moe_ops.batched_experts(x, w13, w2, counts.int(), **chunked)
     inside = torch.arange(30) < counts[:, None]
-    assert torch.equal(again[inside], whole[inside])
+    assert_matches(again[inside], whole[inside], 1e-3)
 
 
 def test_batch_invariance():
