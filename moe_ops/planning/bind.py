@@ -183,7 +183,9 @@ def _find(call: Call, backend: str) -> tuple[_Known | None, BoundPlan, tuple[Ten
     types = tuple(map(type, tensors))
     key: tuple | None
     try:
-        key = (backend, call.static(), cast(Tensor, tensors[1]).shape, types)
+        # by its type, too: 2.0 equals 2, and is to be refused
+        bytes_type = type(call.options.max_workspace_bytes)
+        key = (backend, call.static(), bytes_type, cast(Tensor, tensors[1]).shape, types)
         found = alike.get(key)
     except (TypeError, RuntimeError):  # sizes without a hash, where make_fx traces; no sizes
         key = found = None
@@ -197,7 +199,9 @@ def _find(call: Call, backend: str) -> tuple[_Known | None, BoundPlan, tuple[Ten
     if key is None or machines.pretended is not None:
         return None, bound, given
     bound.split()
-    plain, in_memory = _PLAIN.issuperset(types), addressable(given)
+    # A tensor without elements has no address; `run` gives its call to the dispatcher.
+    plain = _PLAIN.issuperset(types)
+    in_memory = addressable([t for t in given if t.is_neg() or t.numel()])
     if plain and not in_memory:
         refuse_lost(call)
     check = _guards(call) if plain and in_memory and nothing_listens() else None

@@ -184,6 +184,15 @@ def test_wrong_bounds_are_refused(wrong):
             call()
 
 
+def test_a_bound_of_another_type_is_refused_after_an_equal_integer():
+    """2.0**30 equals 2**30, for which there is a plan by then."""
+    args = Case("cpu", torch.float32).args
+    moe_ops.fused_experts(*args, max_workspace_bytes=2**30, backend="torch")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="max_workspace_bytes must be"):
+            moe_ops.fused_experts(*args, max_workspace_bytes=2.0**30, backend="torch")
+
+
 def test_calls_with_other_bounds_have_other_plans():
     """Bounds are part of what bound plans are looked up by."""
     x, w13, w2, weights, ids = Case("cpu", torch.float32, M=50).args
