@@ -153,6 +153,37 @@ def test_many_kinds_of_layers_keep_their_guards(monkeypatch):
         assert torch.equal(moe_ops.fused_experts(*args, backend="torch"), out)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_call_of_no_tokens_is_planned_once(dtype, monkeypatch):
+    """Of a rank that gets none; and its plan serves calls that have some."""
+    x, w13, w2, weights, ids = arguments()
+    of_layer = w13.to(dtype), w2.to(dtype)
+    x = x.to(dtype)
+    want = moe_ops.fused_experts(x, *of_layer, weights, ids, backend="torch")
+    bind.forget()
+
+    def call(M):
+        return moe_ops.fused_experts(x[:M], *of_layer, weights[:M], ids[:M], backend="torch")
+
+    assert call(0).shape == (0, K)
+    monkeypatch.setattr(bind, "make_plan", lambda *_: pytest.fail("planned"))
+    assert call(0).shape == (0, K)
+    assert torch.equal(call(M), want)
+    assert call(0).shape == (0, K)
+
+
+def test_lazily_negated_rows_are_never_read_by_address():
+    """Nor where a plan was made for none of them: what lies there is not negated."""
+    x, w13, w2, weights, ids = arguments()
+    x, w13, w2 = [t.bfloat16() for t in (x, w13, w2)]  # of which kernels take addresses
+    want = moe_ops.fused_experts(-x, w13, w2, weights, ids, backend="torch")
+    negated = torch._neg_view(x)
+    bind.forget()
+    for rows in (0, M):
+        args = negated[:rows], w13, w2, weights[:rows], ids[:rows]
+        assert torch.equal(moe_ops.fused_experts(*args, backend="torch"), want[:rows])
+
+
 def test_a_tensor_in_two_places_leaves_no_guards():
     """They never hold for it, and would push out others."""
     args, bias = arguments(), torch.randn(E, 2 * I)
