@@ -1,8 +1,8 @@
-"""fused_experts, batched_experts, grouped_linear: unwrap -> validate and plan -> allocate -> one
-op call.
+"""fused_experts, batched_experts, grouped_linear: unwrap the weights, validate, plan, allocate,
+call one operator. explain: the plan alone.
 
-Plain Python that Dynamo traces; the backend op is the only registered boundary, so the workspaces
-stand in the captured graph and Inductor reuses them from layer to layer.
+This is plain Python, which Dynamo traces. The operator is the only opaque node, so workspaces are
+ordinary tensors of the captured graph, and Inductor reuses their memory from layer to layer.
 """
 
 from __future__ import annotations
@@ -56,80 +56,80 @@ def fused_experts(
     batch_invariant: bool | None = None,
     exchange: str = "",
 ) -> Tensor:
-    """Run the experts of a mixture-of-experts layer on tokens that have already been routed.
+    """Apply the experts of a mixture-of-experts layer to routed tokens.
 
     out[m] = sum_j topk_weights[m, j] * (w2[e] @ act(w13[e] @ hidden_states[m] + w13_bias[e]) +
-    w2_bias[e]) with e = topk_ids[m, j]. Products accumulate in fp32, the sum over j is fp32 with
-    one final cast.
+    w2_bias[e]) with e = topk_ids[m, j]. Products accumulate in fp32. The sum over j is in fp32 and
+    is rounded once.
 
     Args:
-        hidden_states: (M, K) of floats; M may be 0, and symbolic while compiling.
-        w13: (E, N, K) of hidden_states' dtype with N = 2I, gate rows first, then up (N = I for
-            activations that are not gated); or an ExpertTensor from `quantize` or `prepare`.
-            A DTensor, plain or quantized, is gathered; tokens are this process's own, so its
-            gradient is that of the sum of the losses of all processes of its mesh. Where they
-            have the same tokens and one loss, pass full_tensor(), whose gradient is that of one.
+        hidden_states: (M, K), floating point. M may be 0, and symbolic while compiling.
+        w13: (E, N, K) in hidden_states' dtype. N = 2I, gate rows first, then up rows; N = I for
+            activations without a gate. Or an ExpertTensor from `quantize` or `prepare`. A
+            DTensor, plain or quantized, is all-gathered. Each process is taken to have tokens of
+            its own, so the gradient of a DTensor is summed over the processes of its mesh; where
+            all have the same tokens and the same loss, pass full_tensor() instead.
         w2: (E, K, I), like w13.
         topk_weights: (M, top_k), any float dtype, any strides.
-        topk_ids: (M, top_k) int32 or int64, any strides. Ids that are negative or name no local
+        topk_ids: (M, top_k), int32 or int64, any strides. Negative ids and ids without a local
             expert contribute exactly zero.
         activation: a name or an `Activation`.
-        w13_bias: (E, N), added before the activation; a DTensor as of weights.
-        w2_bias: (E, K), added before the router weight.
-        expert_map: (global E,) int32 or int64, global id -> local id, -1 for experts held
-            elsewhere.
-        router_weight_on_input: multiply the input, not the output, by the router weight, before a
-            scheme quantizes it; top_k = 1 only.
-        deterministic: results are bitwise equal from run to run; False admits faster variants.
-        max_workspace_bytes: most bytes of scratch memory. More tokens than it has room for run in
-            chunks, one after the other, with the same result (docs/backends.md). None: a 22nd of
-            the GPU's memory; on a CPU no bound. Calls that record gradients, or have adapters,
+        w13_bias: (E, N), added before the activation. A DTensor is all-gathered.
+        w2_bias: (E, K), added before the router weight is applied. Like w13_bias.
+        expert_map: (global E,), int32 or int64: the local id of each global id, or -1 for an
+            expert that is held elsewhere.
+        router_weight_on_input: multiply the input by the router weight, before the scheme
+            quantizes it, instead of the output. top_k = 1 only.
+        deterministic: results are bitwise equal from run to run. False admits faster variants.
+        max_workspace_bytes: upper bound of the scratch memory, in bytes. More tokens than fit run
+            in chunks, one after another, with the same result (docs/backends.md). None: a 22nd
+            of the GPU's memory; unbounded on a CPU. Calls that record gradients or have adapters
             are not bounded.
-        backend: "auto" chooses from measured times; a name runs that backend or raises.
-        hidden_states_scale: says that hidden_states arrive quantized, as the weights' scheme
-            quantizes them: e4m3, int8, or packed bytes (M, K * bits / 8), multiplied by their
-            scales. These are fp32 (M, ceil(K / 128)) for groups of 128 columns, (M, 1) for
-            tokens, () or (1,) for one scale; e8m0 codes (M, ceil(K / 32)) of MX formats; e4m3
-            (M, K / 16) of nvfp4. Any strides. They are computed as they are: nothing is
-            quantized a second time, and router weights on the input multiply their values.
-            `quantize_activation` makes both.
-        hidden_states_global_scale: () or (1,) fp32, of nvfp4 alone: values are divided by it.
-        out_dtype: the result's dtype where hidden_states arrive quantized, bf16 by default; else
-            None or their own. With batch_invariant also torch.float32: the sum as it is, for
-            ranks of an expert-parallel group, whose outputs are still to be added. Those have
-            the bits of one device if the tokens did not arrive quantized.
-        recompute: keep the inputs alone for the backward pass, and compute the first product
-            again there. Without it, (M * top_k, N) elements are kept beside them.
-        adapters: low-rank adapters that are added to the weights, one `LoRA` or several. Weights
-            may be quantized. Gradients flow to the adapters, and through them to hidden_states.
-            Such calls run as those that record gradients do, also where none are: with backend
-            "auto" or "torch".
-        batch_invariant: a token's row has the same bits whatever other tokens are in its batch,
-            how many and in which order, and whether gradients are recorded
-            (docs/reproducibility.md). None: what `moe_ops.set_batch_invariant` says, False by
-            default. Backends that do not promise it are left out, and so are schemes whose
-            activations share one scale of the whole batch.
-        exchange: of a dispatcher (`SymmetricMemory.exchange`) that sent these tokens, T of each
-            rank of its group: the first T rows of the result are the sums over all ranks of this
-            rank's tokens, the others are unspecified. Or it sent their experts alone
-            (`dispatch_routing`), (R * T, top_k), and hidden_states are this rank's own, at most
-            T, which are sent here, by `SymmetricMemory.exchange_quantized` as the scheme
-            (fp8_block) quantizes them; M is R * T then, too. All ranks call it, in one order, and
-            use its result: compiled graphs leave out calls whose result nothing uses. For calls
-            that record no gradients, without batch_invariant.
+        backend: "auto" chooses by measured times. A name selects that backend; the call raises if
+            it cannot run there.
+        hidden_states_scale: scales of hidden_states that arrive quantized, in the activation
+            format of the weights' scheme: e4m3, int8, or packed bytes (M, K * bits / 8). fp32
+            (M, ceil(K / 128)) per group of 128 columns, (M, 1) per token, () or (1,) per tensor;
+            e8m0 codes (M, ceil(K / 32)) for MX formats; e4m3 (M, K / 16) for nvfp4. Any strides.
+            Values are never quantized a second time; router weights on the input multiply the
+            dequantized values. `quantize_activation` returns both tensors.
+        hidden_states_global_scale: () or (1,), fp32, nvfp4 only. Values are divided by it.
+        out_dtype: dtype of the result. Where hidden_states arrive quantized any float dtype, bf16
+            by default; otherwise None or hidden_states' dtype. With batch_invariant also
+            torch.float32: the sum before it is rounded, for ranks of an expert-parallel group
+            whose outputs are yet to be added. Added, these have the bits of one device, unless
+            tokens arrive quantized.
+        recompute: keep only the inputs for the backward pass, and compute the first product again
+            there. Otherwise (M * top_k, N) more elements are kept.
+        adapters: one `LoRA` or several, added to the weights, which may be quantized. Gradients
+            flow to the adapters, and through them to hidden_states. Calls with adapters take the
+            path of training, also where no gradients are recorded: backend "auto" or "torch".
+        batch_invariant: a token's row has the same bits whatever the other tokens of the batch
+            are, their number and order, and whether or not gradients are recorded
+            (docs/reproducibility.md). None: the process default of
+            `moe_ops.set_batch_invariant`, False unless set. Excludes backends that do not
+            guarantee it, and schemes whose activations share one scale of the whole batch.
+        exchange: the exchange of a dispatcher (`SymmetricMemory.exchange`) that sent these tokens,
+            T of each of R ranks, M = R * T. The operator adds up the outputs of the ranks: the
+            first T rows of the result are this rank's tokens, the others are unspecified. After
+            `dispatch_routing`, which sends topk_weights and topk_ids (R * T, top_k) alone,
+            hidden_states are this rank's own tokens, at most T, and the operator sends them; with
+            `SymmetricMemory.exchange_quantized` it quantizes them first (fp8_block). All ranks
+            must make the same calls in the same order and use the results, because compiled
+            graphs drop a call whose result is unused. Without gradients and batch_invariant only.
 
     Returns:
-        (M, K) in out_dtype, by default hidden_states' own unless they arrive quantized. Under
-        torch.autocast inputs and weights are cast first, as torch.nn.functional.linear casts them.
-        Gradients flow where inputs require them.
+        (M, K) in out_dtype, by default in hidden_states' dtype, or in bf16 where these arrive
+        quantized. Under torch.autocast inputs and weights are cast first, as for
+        torch.nn.functional.linear. Gradients flow to the inputs that require them.
 
     Raises:
-        ValueError: an argument has the wrong rank, shape, dtype, device or layout, or no backend
-            (or not the named one) can run the call; or hidden_states arrive quantized and
-            gradients are required or adapters given; or batch_invariant is asked for of a scheme
-            whose activations share one scale of the batch.
-        ImportError: the named backend's library is not installed.
-        RuntimeError: a CUDA graph is being captured before the call has run once.
+        ValueError: an argument has a wrong rank, shape, dtype, device or layout; no backend, or
+            not the named one, can run the call; hidden_states arrive quantized in a call that
+            records gradients or has adapters; batch_invariant with a scheme whose activations
+            share one scale of the batch.
+        ImportError: the library of the named backend is not installed.
+        RuntimeError: a CUDA graph is captured before the call has run once.
     """
     tensors = (hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map)
     _check_tensors(_EXPERTS, 5, *tensors)
@@ -156,7 +156,7 @@ def fused_experts(
         matrices = low_rank.check_call(adapters, backend, hidden_states_scale)
         if forward_ad._current_level >= 0:
             refuse_tangents(matrices)
-        needs_grad = True  # what backward passes need, no other path has
+        needs_grad = True  # only the path of training applies adapters
     call = ExpertsCall(
         hidden_states,
         a,
@@ -184,11 +184,11 @@ def fused_experts(
         return bind.run(call, backend)
     bound = bind.look_up(call, backend)
     M = call.num_tokens
-    _check_rows("topk_ids", topk_ids, M)  # elsewhere the op compares them, on real sizes
+    _check_rows("topk_ids", topk_ids, M)  # in eager inference the op checks them, on real sizes
     _check_rows("topk_weights", topk_weights, M)
     if hidden_states_scale is not None and hidden_states_scale.ndim == 2:
         _check_rows("hidden_states_scale", hidden_states_scale, M)
-    if needs_grad:  # gradients allocate their own
+    if needs_grad:  # the operators of training allocate their own memory
         if not torch.compiler.is_compiling():
             refuse_lost(call)
         if adapters is None:
@@ -219,25 +219,24 @@ def batched_experts(
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool | None = None,
 ) -> Tensor:
-    """Run each expert on its own padded block of rows, as batched dispatchers deliver them.
+    """Apply each expert to its own padded block of rows, the layout of batched dispatchers.
 
     Args:
-        hidden_states: (E, T, K) of floats; rows past an expert's count may hold anything.
+        hidden_states: (E, T, K), floating point. Rows past an expert's count may hold anything.
         w13, w2, activation, w13_bias, w2_bias, backend: as in `fused_experts`.
-        expert_num_tokens: (E,) int32 or int64, on the device; counts above T mean T.
-        max_workspace_bytes: as in `fused_experts`; a chunk has all rows of some experts, of one at
-            least.
+        expert_num_tokens: (E,), int32 or int64, on the device. Counts above T mean T.
+        max_workspace_bytes: as in `fused_experts`. A chunk has all rows of one expert or more.
         hidden_states_scale, hidden_states_global_scale, out_dtype: as in `fused_experts`, with
             scales (E, T, groups).
-        batch_invariant: as in `fused_experts`; the bits of a row may be others than there.
+        batch_invariant: as in `fused_experts`. The bits may differ from those of `fused_experts`.
 
     Returns:
-        (E, T, K) in hidden_states' dtype, or in out_dtype if they arrive quantized; rows past the
-        count are unspecified.
+        (E, T, K) in hidden_states' dtype, or in out_dtype if they arrive quantized. Rows past an
+        expert's count are unspecified.
 
     Raises:
-        ValueError, ImportError, RuntimeError: as `fused_experts`; also when gradients are
-            required.
+        ValueError, ImportError, RuntimeError: as `fused_experts`; ValueError also where gradients
+            are required.
     """
     tensors = (hidden_states, w13, w2, expert_num_tokens, w13_bias, w2_bias)
     _check_tensors("hidden_states w13 w2 expert_num_tokens w13_bias w2_bias", 4, *tensors)
@@ -290,22 +289,23 @@ def grouped_linear(
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool | None = None,
 ) -> Tensor:
-    """x @ weight[e].T + bias[e] for rows sorted by expert: one half of an expert layer.
+    """Grouped linear layer: x @ weight[e].T + bias[e] for rows sorted by expert.
 
-    Models whose gate is not one of our activations run two of these around their own gate.
+    Two of these around a gate of one's own make an expert layer whose activation is not one of
+    `Activation`.
 
     Args:
-        x: (S, K) of floats, rows sorted by expert.
-        weight: (E, N, K) of x's dtype, or an ExpertTensor.
-        offsets: (E,) int32 on x's device: cumulative end row of each expert, not decreasing.
+        x: (S, K), floating point, rows sorted by expert.
+        weight: (E, N, K) in x's dtype, or an ExpertTensor.
+        offsets: (E,), int32, on x's device: the row after the last one of each expert, cumulative.
         bias: (E, N).
         backend: as in `fused_experts`.
-        x_scale, x_global_scale, out_dtype: of x that arrives quantized, as in `fused_experts`.
-        batch_invariant: as in `fused_experts`, of the rows of x.
+        x_scale, x_global_scale, out_dtype: for x that arrives quantized, as in `fused_experts`.
+        batch_invariant: as in `fused_experts`, for the rows of x.
 
     Returns:
-        (S, N) in x's dtype, or in out_dtype if x arrives quantized; rows past offsets[-1] are
-        zero. Gradients flow where inputs require them.
+        (S, N) in x's dtype, or in out_dtype if x arrives quantized. Rows from offsets[-1] on are
+        zero. Gradients flow to the inputs that require them.
 
     Raises:
         ValueError, ImportError, RuntimeError: as `fused_experts`.
@@ -324,7 +324,7 @@ def grouped_linear(
     )
     call = LinearCall(x, a, offsets, bias, options, x_scale, x_global_scale)
     if needs_grad:
-        bind.look_up(call, backend)  # which refuses what no backend runs
+        bind.look_up(call, backend)  # raises if no backend runs the call
         if not torch.compiler.is_compiling():
             refuse_lost(call)
             training.warn_of_plain_torch(x, "grouped_linear has no other")
@@ -355,16 +355,19 @@ def explain(
     batch_invariant: bool | None = None,
     training: bool = False,
 ) -> Plan:
-    """The plan `fused_experts` would follow for these arguments, without running it.
+    """The plan that `fused_experts` follows for these arguments. Nothing runs.
+
+    The plan names backends. The tiles that "triton" chooses below it for a number of tokens, and
+    the legal ones by estimated time, are printed by `python -m moe_ops.tuning --list`.
 
     Args:
-        training: describe the call that records gradients; else that under torch.no_grad(),
-            whether or not the arguments require any.
+        training: describe the call that records gradients. Otherwise the call under
+            torch.no_grad(), whether or not the arguments require gradients.
 
     Returns:
-        A Plan; str() lists the tiers, the workspace bytes and chunks and, for every backend left
-        out, why. With `training` it says whether forward and backward pass run on fused kernels
-        or in plain torch, and for what reason; so does the field `gradients`.
+        A Plan. str() lists the tiers, the bytes and chunks of the workspaces, and why each other
+        backend is left out. With `training` it says whether the forward and backward passes run
+        on fused kernels or in plain torch, and why; so does the field `gradients`.
 
     Raises:
         ValueError, ImportError: as `fused_experts`.
@@ -402,19 +405,17 @@ def explain(
 
 
 def _check_tensors(names: str, required: int, *values: Any) -> None:
-    """ValueError for the first value that is no tensor; those after the `required` ones may be
+    """Raise for the first value that is not a tensor. Values after the first `required` may be
     None.
     """
     for i, value in enumerate(values):
-        # None first: asking whether it is a Tensor costs three times as much as of one
+        # None is compared first: isinstance costs three times as much for None as for a Tensor
         if (i < required) if value is None else not isinstance(value, Tensor):
             checks.check_tensor(names.split()[i], value)
 
 
 def _scale_of_input(name: str, scale: Any, global_scale: Any) -> Tensor | None:
-    """The scale of an input that arrives quantized, as the ops carry it: e8m0 as its uint8
-    codes.
-    """
+    """The scale of a quantized input in the form that the ops take: e8m0 as uint8 codes."""
     for what, value in (("scale", scale), ("global_scale", global_scale)):
         if value is not None:
             if not isinstance(value, Tensor):
@@ -432,14 +433,14 @@ def _scale_of_input(name: str, scale: Any, global_scale: Any) -> Tensor | None:
 
 
 def _gather(weight: Any) -> Tensor:
-    """All experts of a DTensor."""
+    """The full tensor of a DTensor."""
     from moe_ops.tensors.sharding import gathered
 
     return gathered(weight)
 
 
 def _whole(bias: Any) -> Tensor | None:
-    """A bias, of all experts if it is a DTensor."""
+    """A bias; of a DTensor the full tensor."""
     if bias is None or type(bias) in _PLAIN or not hasattr(bias, "device_mesh"):
         return bias
     return _gather(bias)
@@ -456,9 +457,9 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _autocast(cast_x: bool, x: Tensor, *others: Any) -> tuple:
-    """Cast as torch.nn.functional.linear's arguments are: all but fp64 and what is quantized, also
-    where nothing says so but its dtype of one byte. That is refused later: without its scales it
-    would be wrong.
+    """Cast 16-bit and 32-bit floats, as torch.nn.functional.linear casts its arguments. Quantized
+    tensors stay, also bare ones of one byte an element, which validation refuses because their
+    scales are missing.
     """
     dtype = torch.get_autocast_dtype(x.device.type)
     cast = []

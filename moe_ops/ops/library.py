@@ -1,12 +1,13 @@
-"""The op schemas and `register`: the only place that talks to torch.library.
+"""Op schemas and `register`: the only file that talks to torch.library.
 
-Each op's arguments are a NamedTuple (ops/args.py); its schema is generated from it, launchers and
-fakes get an instance. Ops are void: they write `out` and the workspaces and nothing else.
+The arguments of an op are a NamedTuple (ops/args.py), from which its schema is generated and of
+which launchers and fakes get an instance. Ops are void: they write `out` and the workspaces, and
+nothing else.
 
-The dispatcher takes time for each argument that it hands to Python, so the schema gathers what
-would be many: fields that are `Scale` travel as one `Tensor?[] scales`, empty for plain weights,
-and fields that are no tensors as one `str options`, a Python dict as it prints. A call of
-`fused_experts` has 14 arguments then and not 29, which halves the time before the launcher.
+The dispatcher takes time for every argument that it converts to Python. So all `Scale` fields
+travel as one `Tensor?[] scales`, empty for plain weights, and all fields that are not tensors as
+one `str options`, the repr of a dict. `moe_ops::<backend>_experts` has 14 arguments instead of the
+27 fields of ExpertsArgs, which halves the time before the launcher.
 """
 
 from __future__ import annotations
@@ -32,21 +33,20 @@ from moe_ops.ops.relayout import RELAYOUTS
 from moe_ops.schemes import get_scheme, schemes_of_layer
 
 LIB = torch.library.Library("moe_ops", "DEF")
-# dispatch keys of the devices for which plain torch is there: those of the backend `torch` and of
-# its gradients. PrivateUse1 is the key of devices that come as extensions.
+# Dispatch keys of the devices on which plain torch runs, for backend `torch` and for gradients.
+# PrivateUse1 is the key of devices that extensions add.
 TORCH_DEVICES = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
 
 _TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?"}
 _WRITTEN = ("out", "workspace13", "workspace2", "index_workspace")
-# the tensors of a weight that travel in `scales`
+# The slots of `scales`: these of each weight, then those of a quantized input.
 _SLOTS = ("scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
-# and behind those of all weights, those of an input that arrives quantized
 _INPUT_SLOTS = ("scale", "global_scale")
 _INPUT_ARRIVES_UNQUANTIZED = (None,) * len(_INPUT_SLOTS)
 
 
 def schema(args: Any) -> str:
-    """The schema string of an argument tuple, e.g. `(Tensor(a!) out, ..., str options) -> ()`."""
+    """Schema of an argument tuple, e.g. `(Tensor(a!) out, ..., str options) -> ()`."""
     parts = []
     for name, hint in get_type_hints(args, include_extras=True).items():
         if name in _WRITTEN:
@@ -59,8 +59,8 @@ def schema(args: Any) -> str:
 
 
 class Kind:
-    """One of the three op families: its arguments, the fake's checks, the kernel's, and how many
-    floating-point operations it takes.
+    """One of the three op families: its argument tuple, the checks of its fake and of its kernels,
+    and its FLOP formula.
     """
 
     def __init__(
@@ -75,11 +75,15 @@ class Kind:
         self.check_rows, self.check_sizes, self.flops = check_rows, check_sizes, flops
         hints = list(get_type_hints(args, include_extras=True).items())
         scales = [i for i, (_, hint) in enumerate(hints) if hint == Scale]
-        # w13 and w2 have their slots one after the other, five each; two of the input follow
+        # five slots of w13, five of w2, two of the input
         self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
 
     def unpack(self, values: Sequence[Any]) -> Any:
-        """The argument tuple of an op's arguments."""
+        """The argument tuple of an op's positional arguments.
+
+        Raises:
+            ValueError: `scales` has a wrong number of slots, or `options` is not one of ours.
+        """
         first = self.first_scale
         scales = values[first] or self.no_scales
         missing = len(self.no_scales) - len(scales)
@@ -117,7 +121,7 @@ KINDS = {
 
 
 class _Bits(dict[str, fake.Bits]):
-    """Scheme of a layer -> bits of stored elements: how many columns the data stand for."""
+    """Scheme of a layer -> bits an element, from which unpacked column counts follow."""
 
     def __missing__(self, scheme: str) -> fake.Bits:
         w13, w2 = map(get_scheme, schemes_of_layer(scheme))
@@ -133,15 +137,16 @@ def register(backend: Backend) -> Backend:
     """Define `moe_ops::<name>_<kind>` for every kind in `backend.launch`.
 
     Returns:
-        the backend with its `operators`; its launcher of experts serves exchanges, too.
+        The backend with its `operators`. Its launcher of experts also serves calls with an
+        exchange.
 
     Raises:
-        ValueError: the name is no identifier, or taken; a kind of `launch` or a key of `devices`
-            does not exist. Nothing is defined then.
+        ValueError: the name is not an identifier, or is taken; a kind of `launch` or a dispatch
+            key of `devices` does not exist. Nothing has been defined then.
     """
     name, launch, devices = backend.name, backend.launch, backend.devices
     _check_new(name, launch, devices)
-    if "experts" in launch and name != "auto":  # whose backends do
+    if "experts" in launch and name != "auto":  # "auto" calls launchers that serve exchanges
         run = over_ranks(launch["experts"], backend.exchanges)
         launch = launch | {"experts": run}
     keys = (*devices, "CPU") if backend.library.interpreted else devices
@@ -165,12 +170,12 @@ def register(backend: Backend) -> Backend:
 
 
 def _check_new(name: str, launch: dict[str, Callable], devices: tuple[str, ...]) -> None:
-    """Raise ValueError before anything is defined: operators cannot be taken back."""
+    """Raise ValueError before anything is defined, because a definition cannot be undone."""
     if not isinstance(name, str) or not (name.isascii() and name.isidentifier()):
         raise ValueError(
             f"name must be an identifier, for operators are named after it, got {name!r}"
         )
-    # "auto" is registered once, by this package, and its operators are there from then on
+    # the ops of "auto" exist from its registration on, though it is no entry of _registered
     taken = [kind for kind in KINDS if hasattr(torch.ops.moe_ops, f"{name}_{kind}")]
     if taken or any([backend.name == name for backend in _registered]):
         raise ValueError(f"name must be one that is not taken, got {name!r}")
@@ -188,7 +193,7 @@ _registered: list[Backend] = []
 
 
 def registered() -> tuple[Backend, ...]:
-    """All backends in the order of their registration."""
+    """All backends in order of registration."""
     return tuple(_registered)
 
 
@@ -201,13 +206,16 @@ def _define(
     return op
 
 
-# where tensors are on a GPU, there is no need to ask in each call whether CUDA is initialised
+# without torch.cuda's check in each call that CUDA is initialised, which tensors on a GPU imply
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def _entry(launch: Callable, kind: Kind, device: str, planned: bool) -> Callable:
-    """What runs an op, on tensors whose values lie in memory: checks on real sizes, then the
-    launcher. `planned` calls come from a plan, which has checked all sizes but the rows.
+    """The kernel of an op for tensors whose values lie in memory: checks of concrete sizes, then
+    the launcher.
+
+    Args:
+        planned: the call comes from a plan, which has checked all sizes but the rows.
     """
     unpack, check_rows, check_sizes = kind.unpack, kind.check_rows, kind.check_sizes
 
@@ -228,15 +236,15 @@ def _entry(launch: Callable, kind: Kind, device: str, planned: bool) -> Callable
     return run_on_device if device == "CUDA" else run
 
 
-# Reading a tangent makes a view, also where a mode has left the key of views out.
+# Reading a tangent makes a view, which fails where a mode excludes the dispatch key of views.
 _WITH_VIEWS = functools.partial(
     torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
 )
 
 
 def in_memory(function: Callable, op_name: str) -> Callable:
-    """`function`, which runs an op, with the values of its inputs in memory: see ops/memory.py.
-    They have no tangents.
+    """`function`, which runs an op, with its inputs materialized in memory (ops/memory.py).
+    Inputs with tangents are refused.
     """
     schema = getattr(torch.ops.moe_ops, op_name).default._schema
     inputs = [i for i, argument in enumerate(schema.arguments) if _is_input(argument)]
@@ -245,7 +253,7 @@ def in_memory(function: Callable, op_name: str) -> Callable:
     def run(*values: Any) -> Any:
         flat: list = []
         for i in inputs:
-            # AOTInductor passes an empty list as None
+            # `or ()`, because AOTInductor passes an empty list as None
             flat += (values[i] or ()) if names[i] == "scales" else (values[i],)
         if forward_ad._current_level >= 0:
             with _WITH_VIEWS():
@@ -268,7 +276,7 @@ def in_memory(function: Callable, op_name: str) -> Callable:
 
 
 def _is_input(argument: Any) -> bool:
-    """Whether an argument of a schema is one or more tensors that are read alone."""
+    """Whether an argument of a schema is a tensor, or a list of tensors, that is only read."""
     return "Tensor" in str(argument.type) and argument.alias_info is None
 
 
@@ -277,7 +285,7 @@ def _materialized(name: str, tensor: Tensor | None) -> Tensor | None:
 
 
 def _name_of_scale(op_name: str, index: int) -> str:
-    """What an error calls an entry of `scales`."""
+    """Name of an entry of `scales` in error messages."""
     linear = op_name.endswith("grouped_linear")
     weights = ("weight",) if linear else ("w13", "w2")
     all_slots = len(_SLOTS) * len(weights)
@@ -288,8 +296,8 @@ def _name_of_scale(op_name: str, index: int) -> str:
 
 
 def below_autograd(kernel: Callable) -> Callable:
-    """`kernel` for the dispatcher: it records nothing, in a graph captured without gradients and
-    run with them.
+    """`kernel` below autograd: it records nothing, also where a graph that was captured without
+    gradients runs in grad mode.
     """
 
     def run(*values: Any) -> Any:
@@ -322,8 +330,9 @@ _UNUSUAL = ~_ALWAYS.raw_repr()
 
 
 def nothing_listens() -> bool:
-    """Whether nothing listens to the dispatcher in this thread: no mode (FakeTensorMode, make_fx,
-    FlopCounterMode, ...), transform (torch.func) or tracer. A profiler may.
+    """Whether the dispatcher would only call the kernel: no mode (FakeTensorMode, make_fx,
+    FlopCounterMode, ...), torch.func transform or tracer is active in this thread. A profiler may
+    be.
     """
     return torch._C._dispatch_tls_local_include_set().raw_repr() & _UNUSUAL == 0
 
@@ -345,7 +354,9 @@ def _flops(kind: Kind) -> Callable:
 
 
 def _count_flops(op_name: str, formula: Callable) -> None:
-    """Teach torch.utils.flop_counter an op. Its import is slow, and imports Triton."""
+    """Register an op's formula with torch.utils.flop_counter when somebody imports that module:
+    its import is slow, and imports Triton.
+    """
 
     def register() -> None:
         from torch.utils.flop_counter import register_flop_formula
@@ -365,15 +376,16 @@ def register_function(
     flops: Callable | None = None,
     one_by_one: bool = False,
 ) -> Callable:
-    """Define `moe_ops::<name>`, an op outside the three families (router, training products).
+    """Define `moe_ops::<name>`, an op outside of the three families: a router's, or training's.
 
     Args:
-        signature: schema behind the name, e.g. "(Tensor x) -> Tensor".
-        fake_function: its fake kernel.
-        derivative: backward and setup_context, as torch.library.register_autograd takes them.
-        devices: dispatch keys that run `function`.
-        flops: its formula in `meta.flops`; None for an op without a matrix product.
-        one_by_one: torch.func.vmap runs it for each entry of a batch; void ops cannot be.
+        signature: the schema after the name, e.g. "(Tensor x) -> Tensor".
+        fake_function: the fake kernel.
+        derivative: (backward, setup_context), as torch.library.register_autograd takes them.
+        devices: dispatch keys for which `function` is the kernel.
+        flops: formula in `meta.flops`; None for an op without matrix products.
+        one_by_one: torch.func.vmap may run the op once for each entry of a batch. Not for void
+            ops.
     """
     op = _define(name, signature, derivative is not None, one_by_one)
     kernel = in_memory(function, name)
@@ -394,9 +406,9 @@ def _no_part(weight: Tensor, name: str) -> Tensor:
     raise ValueError(f"weight must be a quantized weight, got a {type(weight).__name__}")
 
 
-# One of the tensors of a quantized weight, by name, which the weight's class returns. For
-# torch.compile an attribute is an input of the graph, and no part of the weight: where `copy_`, a
-# view or another operator had written the weight in the same graph, it had what was there before.
+# One of the tensors inside a quantized weight, by name; the weight's class implements it. Read as
+# an attribute it would be an input of its own to torch.compile, with the values from before any
+# write to the weight (`copy_`, an operator on a view) in the same graph.
 LIB.define("part(Tensor(a) weight, str name) -> Tensor(a)")
 LIB.impl("part", _no_part, "CompositeExplicitAutograd")
 part = torch.ops.moe_ops.part.default

@@ -1,7 +1,7 @@
-"""The plan of a call: which backends run a problem at which token count.
+"""The plan of a call: which backend runs a problem at which number of tokens.
 
-A plan depends on static facts alone, never on M, so one captured graph serves every M. It is built
-in traced code; only facts of the machine and the measured tables are looked up as constants.
+A plan is a function of static facts and never of M, so one captured graph serves every M. Plans
+are made in traced code, where facts of the machine and rows of measured tables are constants.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from moe_ops.planning.auto import AUTO
 from moe_ops.schemes import get_scheme, layer_scheme
 from moe_ops.tables import lookup
 
-# what the tests ran on; what there is for other devices was compiled or traced, not run
+# Architectures on which tests ran. Code for others was compiled or traced, never run.
 RUN_ON = ("cpu", "SM90")
-# The workspaces of a call take at most this share of a GPU's memory, unless the caller says
-# otherwise: 6.3 GiB of 139, in which prompts of the largest layers run at once.
+# By default the workspaces of a call take at most 1 / SHARE_OF_MEMORY of a GPU's memory: 6.3 of an
+# H200's 139 GiB.
 SHARE_OF_MEMORY = 22
 _MANY_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run: tiers (largest M, backend), ascending, -1 for no bound; who was refused."""
+    """Tiers (largest M, backend) in ascending order, -1 for no bound, and the refused backends
+    with their reasons.
+    """
 
     problem: Problem
     machine: Machine
     tiers: tuple[tuple[int, Backend], ...]
     refused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    basis: str = ""  # of the tiers: "measured", "heuristic", or "" where there was no choice
-    gradients: str = ""  # `explain(training=True)`: how forward and backward pass run, in words
+    basis: str = ""  # of the tiers: "measured", "heuristic", or "" if only one backend could run
+    gradients: str = ""  # how forward and backward pass run, if `explain` was asked for it
 
     @property
     def backend(self) -> str:
-        """The name of the op's backend: that of the only tier, or "auto"."""
+        """Name of the backend whose op runs: that of a single tier, else "auto"."""
         return self.tiers[0][1].name if len(self.tiers) == 1 else "auto"
 
     @property
@@ -56,8 +58,8 @@ class Plan:
 
     @property
     def kernel(self) -> Callable | None:
-        """What the dispatcher calls for that op on this plan's device; None where it is asked,
-        as on the meta device, where that is a fake.
+        """The op's kernel for this plan's device, called past the dispatcher. None for devices
+        without one, such as meta, where the dispatcher calls the fake.
         """
         return self._operator.kernels.get(self.machine.device_type)
 
@@ -68,34 +70,34 @@ class Plan:
 
     @property
     def options(self) -> str:
-        """The `options` argument of the op: everything it needs to know that is not a tensor."""
+        """The op's `options` argument: scheme, layout and all static flags, as one text."""
         p = self.problem
         return encode(p.scheme, p.layout, p.options._replace(tiers_text=self.tiers_text))
 
     @property
     def tiers_text(self) -> str:
-        """The tiers as the op's options carry them; empty for a single tier."""
+        """The tiers in the form of the op's options; empty for a single tier."""
         tiers = self.tiers if len(self.tiers) > 1 else ()
         return text_of_tiers(tuple([(limit, backend.name) for limit, backend in tiers]))
 
     @property
     def chunk_rows(self) -> int:
-        """Rows that the workspaces hold; larger calls run in chunks. 0: all rows."""
+        """Rows that the workspaces have room for; calls with more run in chunks. 0: all rows."""
         return self.problem.options.chunk_rows
 
     @property
     def not_tested_note(self) -> str | None:
-        """None, or that no test ran on such a device."""
+        """Warning for devices on which no test has run, else None."""
         return not_tested_note(self.machine.architecture)
 
     @property
     def max_workspace_bytes(self) -> int:
-        """The bound of the workspaces: the caller's, or the machine's default; 0: none."""
+        """Bound of the workspaces in bytes: the caller's, else the machine's; 0 for no bound."""
         given = self.problem.options.max_workspace_bytes
         return self.machine.total_memory // SHARE_OF_MEMORY if given is None else given
 
     def num_bytes(self, M: int) -> int:
-        """Bytes of scratch memory for M rows: the workspaces, and what libraries add to them."""
+        """Bytes of scratch memory for M rows: workspaces plus what libraries allocate."""
         total = sum([_bytes(buffer) for buffer in self.workspace_shapes(M)])
         rows = min(M, self.chunk_rows) if self.chunk_rows else M
         more = [
@@ -105,7 +107,7 @@ class Plan:
         return total + max(more)
 
     def num_chunks(self, M: int) -> int:
-        """How many parts a call with M rows runs in, one after the other."""
+        """Number of chunks in which a call with M rows runs."""
         if not self.chunk_rows or M == 0:
             return 1
         if self.problem.kind == "experts":
@@ -115,11 +117,13 @@ class Plan:
 
     @property
     def differentiable(self) -> bool:
-        """Whether gradients can flow."""
+        """Whether all tiers have gradients."""
         return all([backend.takes.differentiable for _, backend in self.tiers])
 
     def workspace_shapes(self, M: int) -> Workspaces:
-        """Shapes and dtypes of the workspaces; M tokens (T for batched, S rows for linear)."""
+        """Shapes and dtypes of the workspaces for M tokens (batched_experts: T rows an expert;
+        grouped_linear: S rows).
+        """
         problem, rows = self.problem, M
         if self.chunk_rows and problem.kind == "experts":
             rows = minimum(M, self.chunk_rows)
@@ -154,7 +158,7 @@ class Plan:
             lines.append("  batch invariant: a token's row has the same bits in every batch")
         if self.not_tested_note:
             lines.append(f"  {self.not_tested_note}")
-        if self.gradients:  # what they run allocates its own memory
+        if self.gradients:  # the operators of training take no workspaces
             lines.append(f"  forward and backward pass: {self.gradients}")
         else:
             lines += self._tiers_and_workspaces()
@@ -191,7 +195,7 @@ class Plan:
         return lines
 
     def _times(self) -> list[str]:
-        """Lines of a table: microseconds a layer of every backend that was measured, by M."""
+        """Table of the measured times, microseconds a layer, by M and backend."""
         times = lookup.backend_times(*_table_key(self.problem, self.machine))
         names = [b.name for b in backends.BACKENDS if any(b.name in us for _, us in times)]
         others = [backend for _, backend in self.tiers if backend.name not in names]
@@ -208,14 +212,14 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
     """Choose the backends of a problem.
 
     Args:
-        backend: "auto", or a backend's name: that one runs or the call raises, it never falls
-            back.
+        backend: "auto", or the name of a backend, which runs the call or raises; a named backend
+            never falls back to another.
 
     Raises:
-        ValueError: the name is unknown, or no backend takes the problem; every reason is listed.
-        ImportError: the named backend's library is not installed.
+        ValueError: the name is unknown, or no backend takes the problem; all reasons are listed.
+        ImportError: the library of the named backend is not installed.
     """
-    if _trains_invariantly(problem):  # the output of its forward pass is that of inference
+    if _trains_invariantly(problem):  # inference computes the output of its forward pass
         plan(problem.replace(needs_grad=False), machine)
     if backend != "auto":
         chosen = backends.named(backend)
@@ -233,7 +237,7 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
             refused.append((candidate.name, tuple(reasons)))
         else:
             accepted.append(candidate)
-    native = [b.takes.native(problem.scheme, machine) for b in accepted]  # those come first
+    native = [b.takes.native(problem.scheme, machine) for b in accepted]  # before emulation
     accepted = [
         b for want in (True, False) for b, is_ in zip(accepted, native, strict=True) if is_ == want
     ]
@@ -254,7 +258,7 @@ def plan(problem: Problem, machine: Machine, backend: str = "auto") -> Plan:
 
 
 def _bounded(plan: Plan) -> Plan:
-    """`plan` with as many rows of a chunk as `max_workspace_bytes` allows.
+    """`plan` with the most rows a chunk that `max_workspace_bytes` has room for.
 
     Raises:
         ValueError: the caller's bound has no room for the smallest chunk.
@@ -266,17 +270,17 @@ def _bounded(plan: Plan) -> Plan:
         return plan
     whole = plan
     if problem.kind == "batched_experts":
-        # A chunk has the rows of as many experts as there is room for, by any of the tiers: these
-        # depend on the rows of one expert.
+        # A chunk holds all rows of some experts. Tiers depend on the rows of one expert, so a
+        # chunk must fit whichever tier runs it.
         tiers = tuple([(-1, backend) for _, backend in plan.tiers])
         whole = replace(plan, problem=replace(problem, num_experts=1), tiers=tiers)
-    # For many rows bytes grow linearly. Where fewer rows take more than that line says, rows are
-    # reduced until they fit.
+    # The bytes of many rows are linear in their number, which gives a first guess. Fewer rows may
+    # need more than the line says: then the guess is lowered until it fits.
     first = whole.num_bytes(_MANY_ROWS)
     of_row = (whole.num_bytes(2 * _MANY_ROWS) - first) // _MANY_ROWS + 1
     rows = _MANY_ROWS + (most - first) // of_row
     while True:
-        # few significant bits, so that prompts of round lengths have few chunks
+        # rounded down to 4 significant bits, so that prompts of round lengths have few chunks
         step = max(1 << max(rows.bit_length() - 4, 0), ALIGNMENT)
         rows = max(rows // step * step, ALIGNMENT)
         needed = whole.num_bytes(rows)
@@ -295,7 +299,7 @@ _Tiers = tuple[tuple[int, Backend], ...]
 
 
 def _measured_tiers(problem: Problem, machine: Machine, accepted: Sequence[Backend]) -> _Tiers:
-    """The tiers that follow from measured times of the accepted backends; () without any."""
+    """Tiers from the measured times of the accepted backends; () if nothing was measured."""
     tiers: list[tuple[int, Backend]] = []
     names = tuple([candidate.name for candidate in accepted])
     for limit, name in _measured(*_table_key(problem, machine), names):
@@ -303,7 +307,7 @@ def _measured_tiers(problem: Problem, machine: Machine, accepted: Sequence[Backe
             if candidate.name == name:
                 if tiers and tiers[-1][1] is candidate:
                     tiers.pop()
-                # a sum, because Dynamo cannot ask for the type of a constant that has a source
+                # `+ 0`, because Dynamo cannot take the type of a constant that has a source
                 tiers.append((limit + 0, candidate))
     if tiers:
         tiers[-1] = (-1, tiers[-1][1])
@@ -311,8 +315,8 @@ def _measured_tiers(problem: Problem, machine: Machine, accepted: Sequence[Backe
 
 
 def _claim(backend: Backend, problem: Problem) -> Claim | None:
-    """From where on a backend is faster where it was not timed, as it or a table says; None:
-    nowhere.
+    """Rows an expert from which a backend that was not timed counts as faster: its own claim, else
+    the row of tables/claims.json. None without either.
     """
     if backend.claim is not None or problem.kind != "experts":
         return backend.claim(problem) if backend.claim is not None else None
@@ -322,19 +326,18 @@ def _claim(backend: Backend, problem: Problem) -> Claim | None:
 
 
 def _claimed(problem: Problem, tiers: _Tiers, candidate: Backend) -> _Tiers:
-    """`tiers` with a backend that was not timed in the place of others, from as many rows an
-    expert on as it says that it is faster from. Rows that it gives back are run as before, if the
-    last of `tiers` claims such as well.
+    """`tiers` with an untimed backend in place of the others from `Claim.since` rows an expert on.
+    From `Claim.until` on the others run again, if the last of them has a claim too.
     """
     claim, of_last = _claim(candidate, problem), _claim(tiers[-1][1], problem)
     if claim is None:
         return tiers
-    end, behind = -1, tiers[:0]
+    end, after = -1, tiers[:0]
     if claim.until is not None and of_last is not None:
         until = max(claim.until, of_last.since)
         if until > claim.since:
             end = _fewer(problem, until)
-            behind = tuple([tier for tier in tiers if tier[0] < 0 or tier[0] > end])
+            after = tuple([tier for tier in tiers if tier[0] < 0 or tier[0] > end])
     fewer = _fewer(problem, claim.since)
     kept: list[tuple[int, Backend]] = []
     for limit, backend in tiers:
@@ -345,18 +348,18 @@ def _claimed(problem: Problem, tiers: _Tiers, candidate: Backend) -> _Tiers:
         kept.append((limit, backend))
     if kept and kept[-1][1] is candidate:
         kept.pop()
-    return (*kept, (end, candidate), *behind)
+    return (*kept, (end, candidate), *after)
 
 
 def _fewer(problem: Problem, rows: int) -> int:
-    """The largest M with fewer rows an expert on average."""
-    if problem.kind == "batched_experts":  # M is the rows of each expert
+    """Largest M for which an expert has fewer than `rows` rows on average."""
+    if problem.kind == "batched_experts":  # where M is T, the rows of one expert
         return rows - 1
     return (rows * problem.routed_experts - 1) // max(problem.top_k, 1)
 
 
 def _table_key(problem: Problem, machine: Machine) -> tuple:
-    """What measured tables are looked up by."""
+    """Key of a problem in the measured tables."""
     p = problem
     sizes = (p.routed_experts, p.hidden_size, p.intermediate_size, p.top_k)
     w13, w2 = [get_scheme(name).measured_as for name in p.schemes]
@@ -366,7 +369,9 @@ def _table_key(problem: Problem, machine: Machine) -> tuple:
 def why_not(
     backend: Backend, problem: Problem, machine: Machine, named: bool = False
 ) -> list[str]:
-    """Why "auto", or a call that names it, leaves a backend out; empty if it may run."""
+    """Reasons why "auto", or with `named` a call that names the backend, cannot run on it; empty
+    if it can.
+    """
     reasons = _reasons(backend, problem, machine)
     if named:
         return reasons
@@ -389,7 +394,7 @@ def _reasons(backend: Backend, problem: Problem, machine: Machine) -> list[str]:
         needed = " or ".join([device.upper() for device in devices])
         return [f"{backend.name} needs a {needed} device, got {machine.device_type}"]
     reasons = _refusals(backend, problem, machine)
-    # to install it helps where it would then take the problem, perhaps of prepared weights
+    # installing it helps only if it would then take the problem, perhaps with prepared weights
     prepared = variants(problem, backend.name)
     if any([not _refusals(backend, variant, machine) for variant in prepared]):
         reasons.append(_why_not_available(backend.name))
@@ -397,11 +402,11 @@ def _reasons(backend: Backend, problem: Problem, machine: Machine) -> list[str]:
 
 
 def _refusals(backend: Backend, problem: Problem, machine: Machine) -> list[str]:
-    """Why a backend does not run a problem, were it available."""
+    """Reasons why a backend would not run a problem if its library were installed."""
     w13, w2 = problem.schemes
     if w13 != w2 and not backend.takes.two_schemes:
         return [f"runs w13 and w2 of one scheme, got {_schemes_text(problem)}"]
-    reasons = [*backend.supports(problem, machine)]  # theirs may be a list that they keep
+    reasons = [*backend.supports(problem, machine)]  # a copy, because reasons are added below
     if problem.quantized_input and w13 not in backend.takes.quantized_input:
         reasons.append(
             f"takes no input that arrives quantized for scheme {w13!r}: pass it "
@@ -425,7 +430,7 @@ def _trains_invariantly(problem: Problem) -> bool:
 
 
 def not_tested_note(architecture: str) -> str | None:
-    """What to say of a device (`Machine.architecture`) that no test ran on; None of others."""
+    """Warning for an architecture (`Machine.architecture`) on which no test has run, else None."""
     if architecture in (*RUN_ON, "meta"):
         return None
     what = f"a GPU of {architecture}" if architecture[:2] in ("SM", "gf") else architecture
@@ -433,7 +438,7 @@ def not_tested_note(architecture: str) -> str | None:
 
 
 def _schemes_text(problem: Problem) -> str:
-    """E.g. "fp8_block", or where two differ, "w13 int4_w4a16:g128, w2 plain"."""
+    """E.g. "fp8_block", or for two schemes "w13 int4_w4a16:g128, w2 plain"."""
     w13, w2 = [name or "plain" for name in problem.schemes]
     return w13 if w13 == w2 else f"w13 {w13}, w2 {w2}"
 
@@ -461,7 +466,7 @@ def _claim_in_table(*key: Any) -> tuple[int, int | None] | None:
 
 @constant
 def _timed(*key: Any) -> tuple[str, ...]:
-    """The backends that were timed for a problem."""
+    """Names of the backends that were timed for a problem."""
     return tuple(sorted({name for _, us in lookup.backend_times(*key) for name in us}))
 
 
