@@ -43,7 +43,7 @@ class LayerConfig(NamedTuple):
     gemm2: GemmConfig
     block_m: int  # rows of a block
     sort_chunk: int  # pairs that the sorting kernel handles at a time
-    kernel: str = SM80_MMA  # the kernel file of the GEMMs: in `gemm`, `mixed_gemm` or `training`
+    kernel: str = SM80_MMA  # the kernel file of the GEMMs: in `gemm` or `mixed_gemm`
     direct: bool = False  # block b is pair b, and no sorting kernel runs
     quantize_x: bool = False  # a kernel of its own quantizes x, not GEMM1
     h_in_fp32: bool = False  # h is fp32, and GEMM2 quantizes it, not GEMM1
