@@ -19,6 +19,7 @@ def no_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_a_single_process(tmp_path):
     """With few of the schemes, and what they do when one ends."""
     run(2, tmp_path, SECONDS, quick=True)
