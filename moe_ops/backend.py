@@ -1,20 +1,20 @@
-"""What a backend is made of: all that a package with a backend of its own needs beside `moe_ops`.
+"""The names that a backend is written with: all that a package with a backend of its own needs
+beside `moe_ops`.
 
-docs/add_a_backend.md builds one from these names, and the backends of this package are written
-against them, too.
+docs/add_a_backend.md builds one from them. They are those that backends of this package use.
 
-- `register` defines the operators of a `Backend`, which `moe_ops.register_backend` then takes. Its
-  facts are records: `Library`, `Takes`, `Exchanges`, and a `Claim` to be faster than others.
-- What its functions are asked about: `Problem`, `Machine`; what they answer: `Workspaces` of
-  `Buffer`s, by the arithmetic `cdiv`, `round_up`, `maximum`, `minimum`.
-- What its launchers get: `ExpertsArgs`, `BatchedExpertsArgs`, `GroupedLinearArgs`, with `Options`.
-  Of these
-  `chunks` and `batched_chunks` make the parts that a bounded workspace has room for, `carve` makes
-  tensors of a workspace, and `local_ids` maps ids to experts of this device.
-- `Lazy` names a launcher whose module is imported by the first call, `Relayout` an order of
-  weights that `moe_ops.prepare` makes, `Shortcut` a way past the launcher.
+- `register` defines the operators of a `Backend`; `moe_ops.register_backend` takes its result. The
+  facts of a backend are records: `Library`, `Takes`, `Exchanges`, and a `Claim` to be faster than
+  others.
+- The functions of a backend get a `Problem` and a `Machine`, and return `Workspaces` of `Buffer`s,
+  computed by `cdiv`, `round_up`, `maximum` and `minimum`.
+- Launchers get `ExpertsArgs`, `BatchedExpertsArgs` or `GroupedLinearArgs`, each with `Options`.
+  `chunks` and `batched_chunks` cut them into the parts that bounded workspaces have room for,
+  `carve` makes tensors of a workspace, and `local_ids` maps ids to the experts of this device.
+- A `Lazy` names a launcher whose module the first call imports, a `Relayout` a layout of weights
+  that `moe_ops.prepare` makes, a `Shortcut` a way past the launcher.
 - `activations` has the `Activation` of an operator's options, and applies it in torch.
-- Of calls with an exchange between ranks: `has_own_rows`, `sends_quantized`, `gathered`, and with
+- For calls with an exchange between ranks: `has_own_rows`, `sends_quantized`, `gathered`, and with
   Triton the kernels `sum_ranks` and `push_own_rows`.
 """
 

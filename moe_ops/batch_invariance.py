@@ -1,8 +1,8 @@
 """The process-wide switch of batch invariance, for calls whose argument `batch_invariant` is None.
 
-With it a token's row of the output has the same bits whatever other tokens are in its batch:
-docs/reproducibility.md says what that holds for. Which backend keeps it for which call is theirs
-to say (`Takes.depends_on_batch`); planning/plan.py asks them.
+With it a token's row of the output has the same bits whatever other tokens are in its batch;
+docs/reproducibility.md states the limits. Each backend says for which calls it guarantees this
+(`Takes.depends_on_batch`), and planning/plan.py leaves out the others.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ _enabled = False
 
 
 class set_batch_invariant:
-    """Switch batch invariance on or off in the whole process, for every call that does not pass
-    `batch_invariant` itself; as a context manager, until the end of its block.
+    """Switch batch invariance on or off in the whole process, for all calls that do not pass
+    `batch_invariant` themselves; as a context manager until the end of its block.
 
-    Compiled functions that were traced under the other setting are compiled again. Threads share
-    the switch, so their blocks must not overlap. Set it outside of compiled functions.
+    Functions that were compiled under the other setting are compiled again. Threads share the
+    switch, so their blocks must not overlap. Call it outside of compiled functions.
 
     Args:
-        enabled: whether a token's row has the same bits in every batch; False when the process
-            begins.
+        enabled: whether a token's row has the same bits in every batch; initially False.
 
     Raises:
-        ValueError: enabled is no bool.
+        ValueError: enabled is not a bool.
     """
 
     def __init__(self, enabled: bool):
@@ -31,7 +30,7 @@ class set_batch_invariant:
         if not isinstance(enabled, bool):
             raise ValueError(f"enabled must be True or False, got {enabled!r}")
         self.enabled = enabled
-        # what each block leaves behind it: of the first one what was before this object
+        # the values to restore at the end of each block, the first one from before this object
         self._before, self._new = [_enabled], True
         _enabled = enabled
 
@@ -48,7 +47,7 @@ class set_batch_invariant:
 
 
 def resolve(batch_invariant: bool | None) -> bool:
-    """What a call's argument asks for: None leaves it to the switch.
+    """The value of a call's argument `batch_invariant`; of None that of the switch.
 
     Raises:
         ValueError: it is neither None nor a bool.

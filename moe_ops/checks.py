@@ -1,4 +1,4 @@
-"""Checks of single arguments: each raises ValueError, naming the argument."""
+"""Checks of single arguments. Each raises a ValueError that names the argument."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 
 def autocasting(device: torch.device) -> bool:
-    """Whether torch.autocast is on for a device; it knows no meta device."""
+    """Whether torch.autocast is on for a device. Never for meta, which it does not know."""
     if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
         return False
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def static_size(size: int) -> int:
-    """A size as a constant of the traced graph, also under dynamic=True: plans depend on all but
-    M.
+    """A size as a constant of the traced graph, also under dynamic=True: plans depend on all sizes
+    but M.
     """
     if torch.compiler.is_compiling() or type(size) is not int:
         if isinstance(size, Tensor):
@@ -34,8 +34,8 @@ def static_size(size: int) -> int:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Which of the known names an unknown one begins, or else resembles, as "; did you mean 'a' or
-    'b'?"; "" where there is none.
+    """Suggestion of known names that begin with an unknown one, or else resemble it: "; did you
+    mean 'a' or 'b'?", or "".
     """
     if not isinstance(name, str) or not name:
         return ""
@@ -45,10 +45,10 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def device_named(argument: str, name: torch.device | str, remedy: str) -> torch.device:
-    """The device of a name; of "cuda" the current one.
+    """The device of a name; for "cuda" the current GPU.
 
     Raises:
-        ValueError: no name of a device, or of a GPU that is not there; it ends with the remedy.
+        ValueError: not the name of a device, or of a GPU that does not exist; `remedy` ends it.
     """
     try:
         device = torch.device(name)
@@ -88,7 +88,7 @@ def check_rank(name: str, tensor: Tensor, shape: str) -> None:
 
 
 def _other_rank(name: str, found: int, shape: str, rank: int) -> str:
-    """What to do about a tensor of another rank, behind a semicolon; "" where nothing is known."""
+    """Remedy for a tensor of another rank, after a semicolon; "" if none is known."""
     if rank == 2 and found > 2:
         return f"; flatten its leading dimensions: {name}.flatten(0, {found - 2})"
     if found != rank - 1:
@@ -99,7 +99,7 @@ def _other_rank(name: str, found: int, shape: str, rank: int) -> str:
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
-    """Raise unless a tensor has one size a dimension and all of its elements."""
+    """Raise for nested, sparse and other tensors without strides."""
     if tensor.is_nested:
         raise ValueError(
             f"{name} must be a dense tensor, got a nested one; pass torch.stack(tuple("
@@ -129,7 +129,7 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def _as_tensor(name: str, value: Any) -> str:
-    """How a tensor is made of something else, behind a semicolon; "" where nothing is known."""
+    """How to make a tensor of another object, after a semicolon; "" if that is not known."""
     if value is None:
         return "; it cannot be left out"
     if isinstance(value, (list, tuple, nn.ModuleList, nn.ParameterList)) and len(value):
@@ -153,7 +153,7 @@ def _largest(module: nn.Module) -> str:
 
 
 def check_ids(name: str, ids: Tensor, weights: Tensor | None = None) -> None:
-    """Raise unless ids of experts are integers; `weights` are what they may be swapped with."""
+    """Raise unless expert ids are int32 or int64; say so if they are swapped with `weights`."""
     if ids.dtype in (torch.int32, torch.int64):
         return
     if not ids.is_floating_point():
@@ -174,7 +174,7 @@ def check_type(name: str, value: object, kind: type) -> None:
 
 
 def check_integer(name: str, value: int) -> None:
-    """Raise unless `value` is an integer, also a symbolic one; True and False are none."""
+    """Raise unless `value` is an integer, also a symbolic one. A bool does not count as one."""
     if type(value) is int:  # route asks in every call
         return
     if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
@@ -189,6 +189,6 @@ def check_size(name: str, value: int, least: int = 1) -> None:
 
 
 def check_number(name: str, value: float) -> None:
-    """Raise unless `value` is a number; a tensor is none."""
+    """Raise unless `value` is a number. A tensor does not count as one."""
     if type(value) is not float and not isinstance(value, (Real, torch.SymFloat)):
         raise ValueError(f"{name} must be a number, got {value!r}")

@@ -1,5 +1,5 @@
-"""The machine around the package: installed versions, the interpreter flag, the cache folder,
-progress bars, and what other libraries log when we import them.
+"""The environment of the process: installed versions, the interpreter flag, the cache folder,
+hooks on imports, progress bars, and messages that other libraries log at import.
 
 No optional library is imported here.
 """
@@ -37,15 +37,13 @@ _P = ParamSpec("_P")
 
 
 def constant(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """torch.compiler.assume_constant_result without its import of torch._dynamo and triton (1.5
-    s).
-    """
+    """torch.compiler.assume_constant_result without its import of torch._dynamo and Triton."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def version(distribution: str) -> str | None:
-    """The version of a distribution; None if pip knows none."""
+    """The installed version of a distribution, else None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -53,7 +51,7 @@ def version(distribution: str) -> str | None:
 
 
 def nvidia_driver() -> str | None:
-    """The version of NVIDIA's driver, as nvidia-smi says it; None where it says none."""
+    """The version of NVIDIA's driver by nvidia-smi, else None."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -63,9 +61,9 @@ def nvidia_driver() -> str | None:
 
 
 def other_owners() -> list[str]:
-    """The other installed distributions that are imported as ``moe_ops``, as "name version".
+    """Other installed distributions that are imported as ``moe_ops``, as "name version".
 
-    Files of theirs and ours replace one another, whichever was installed last.
+    Their files and ours overwrite each other: the last one that was installed wins.
     """
     found = []
     for distribution in importlib.metadata.distributions():
@@ -85,8 +83,8 @@ def package_folder() -> Path:
 
 
 def hidden_installation() -> str | None:
-    """Where pip installed this package, if it was imported from elsewhere: a checkout in the
-    current folder comes first. None of an editable installation, which lists no files.
+    """The folder where pip installed this package, if it was imported from elsewhere, such as a
+    checkout in the current folder. None for an editable installation, which lists no files.
     """
     try:
         wheel = importlib.metadata.distribution(DISTRIBUTION)
@@ -99,8 +97,8 @@ def hidden_installation() -> str | None:
 
 
 def origin(library: Path) -> str | None:
-    """Where native code comes from, in words: "brought by the wheel", "built beside the sources",
-    or outside of this package's folder "built at first use". None if the file is not there.
+    """Origin of a native library: "brought by the wheel", "built beside the sources", or outside
+    of this package's folder "built at first use". None if the file does not exist.
     """
     if not os.path.isfile(library):  # False, too, where the folder may not be searched
         return None
@@ -136,8 +134,8 @@ def why_not_installed(module: str, distribution: str, oldest: str) -> str | None
 
 
 def missing_requirement(distribution: str) -> str | None:
-    """What a distribution requires and pip does not know, such as "apache-tvm-ffi==0.1.11"; None
-    where nothing is missing, or the distribution is unknown.
+    """A requirement of a distribution that is not installed, such as "apache-tvm-ffi==0.1.11";
+    None if nothing is missing, or the distribution is not installed.
     """
     try:
         required = importlib.metadata.requires(distribution) or ()
@@ -151,8 +149,8 @@ def missing_requirement(distribution: str) -> str | None:
 
 
 def newer_than_tested(distribution: str, newest: str) -> str | None:
-    """What to say of a distribution that is newer than the newest that the tests ran with; None of
-    others. Post-releases are as new as their release.
+    """Note on an installed distribution that is newer than the newest with which tests ran, else
+    None. A post-release counts as its release.
     """
     found = version(distribution)
     if found is None or _numbers(found) <= _numbers(newest):
@@ -174,17 +172,17 @@ def why_no_triton() -> str | None:
 
 
 def release(installed: str) -> tuple[int, int]:
-    """Major and minor number of a version such as "3.10rc1" or "4"; (0, 0) where it is unknown."""
+    """Major and minor number of a version such as "3.10rc1" or "4"; (0, 0) if it is unknown."""
     found = re.match(r"v?(\d+)(?:\.(\d+))?", installed)
     return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
 
 
 @constant
 def why_no_gluon(installed: str) -> str | None:
-    """Why a version of Triton cannot compile the kernels written in Gluon; None where it can.
+    """Reason why a version of Triton cannot compile the kernels written in Gluon; None if it can.
 
-    Gluon is experimental and changes from one version to the next, so a newer version than those
-    that were tried is refused, too.
+    Gluon is experimental and changes from version to version, so versions that are newer than the
+    tested ones are refused too.
     """
     kernels = "the Gluon kernels of compute capability 9.0 for weights of 4 and 8 bits"
     if not installed:
@@ -195,8 +193,8 @@ def why_no_gluon(installed: str) -> str | None:
 
 
 def gpu_architecture(properties: Any) -> tuple[tuple[int, int], str]:
-    """(compute capability, "") of an NVIDIA GPU, ((0, 0), its name, such as "gfx942") of an AMD
-    GPU, whose major and minor number (9, 4) would mean another.
+    """(compute capability, "") of an NVIDIA GPU; ((0, 0), name such as "gfx942") of an AMD GPU,
+    because its major and minor number (9, 4) could be taken for a compute capability.
 
     Args:
         properties: as torch.cuda.get_device_properties returns them.
@@ -208,22 +206,22 @@ def gpu_architecture(properties: Any) -> tuple[tuple[int, int], str]:
 
 @functools.cache
 def capability(device: torch.device | int) -> tuple[int, int]:
-    """Compute capability of a device that torch calls "cuda"; (0, 0) of an AMD GPU."""
+    """Compute capability of a device that torch calls "cuda"; (0, 0) for an AMD GPU."""
     return gpu_architecture(torch.cuda.get_device_properties(device))[0]
 
 
 def cache_folder() -> Path:
-    """Where this library keeps what it found out about a machine: the folder named by
-    MOE_OPS_CACHE, else ~/.cache/moe_ops. Whoever writes makes it. (Triton, DeepGEMM and FlashInfer
-    have caches of their own for what they compile; docs/backends.md names them.)
+    """The folder in which this package caches what it builds and measures on a machine: that of
+    MOE_OPS_CACHE, else ~/.cache/moe_ops. It may not exist yet. (Triton, DeepGEMM and FlashInfer
+    have caches of their own; docs/backends.md names them.)
     """
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "moe_ops")
 
 
 def when_imported(module: str, function: Callable[[], object]) -> None:
-    """Call `function` now if a module is imported already, else once somebody has imported it.
+    """Call `function` as soon as a module is imported: now, if it is already.
 
-    So that what belongs in an expensive module costs nothing where nobody uses it.
+    So registrations with an expensive module cost nothing where nobody uses it.
     """
     with _LOCK:
         _awaited.setdefault(module, []).append(function)
@@ -237,7 +235,7 @@ _awaited: dict[str, list[Callable[[], object]]] = {}  # by the name of the modul
 
 
 def _call_awaited(imported: str = "") -> None:
-    """Call what waits for modules that are imported by now, each function once."""
+    """Call the functions that wait for modules which are imported by now, each once."""
     for module in tuple(_awaited):
         found = sys.modules.get(module)
         executing = getattr(getattr(found, "__spec__", None), "_initializing", False)
@@ -249,11 +247,11 @@ def _call_awaited(imported: str = "") -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Sees imports, for `when_imported`. It finds the modules that are waited for where the
-    finders behind it find them, and no others.
+    """Import hook of `when_imported`. It finds only modules that are waited for, through the
+    finders after it.
 
-    It stays in sys.meta_path: other threads may be going through that list. What was being
-    imported when somebody began to wait for it is looked at again with each later import.
+    It stays in sys.meta_path, because other threads may be iterating over that list. Modules that
+    were being imported when somebody began to wait for them are checked at each later import.
     """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -274,8 +272,8 @@ _FINDER = _Finder()
 
 
 def _tell_when_executed(loader: Any, name: str) -> None:
-    """Let a module's loader call what waits for the module. The loader stays the object that it
-    is; one that is a class, and shared, stays as it is.
+    """Let a module's loader call the functions that wait for the module. The loader object is
+    kept; a loader that is a class, which others share, is not changed.
     """
     execute = getattr(loader, "exec_module", None)
     if execute is None or isinstance(loader, type):
@@ -295,10 +293,10 @@ PROGRESS_SECONDS = 2.0  # what takes less shows no progress bar
 
 
 def progress_bar(items: Iterable[_T], what: str, total: int | None = None) -> Iterable[_T]:
-    """`items` behind a progress bar, on a terminal or in a notebook.
+    """`items` with a progress bar, on a terminal or in a notebook.
 
-    It appears once PROGRESS_SECONDS have passed. ``total`` is the number of items where they have
-    no length.
+    It appears once PROGRESS_SECONDS have passed. ``total`` is the number of items if they have no
+    length.
     """
     if torch.compiler.is_compiling() or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
         return items
@@ -309,15 +307,13 @@ def progress_bar(items: Iterable[_T], what: str, total: int | None = None) -> It
 
 @contextmanager
 def importing_torchao(in_command: bool = False) -> Iterator[None]:
-    """Import torchao without two messages that its users can do nothing about.
-
-    They are left out while this context is open, and all others are logged: that its CUDA
-    extensions do not load into a torch built without CUDA, and that torch deprecates calls which
-    torchao makes.
+    """Context in which torchao is imported without two messages that users can do nothing about:
+    that its CUDA extensions do not load into a torch built without CUDA, and that torch deprecates
+    calls which torchao makes. All other messages are logged.
 
     Args:
-        in_command: around a command of ours, which calls no extension of torchao and imports it
-            through other libraries, too: leave out why any of them is not loaded.
+        in_command: the context surrounds a command of ours, which uses no extension of torchao;
+            drop all messages about extensions that are not loaded.
     """
     is_wanted = _is_for_commands if in_command else _is_for_users
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
@@ -336,7 +332,7 @@ def _is_for_commands(record: logging.LogRecord) -> bool:
 
 
 def _is_for_users(record: logging.LogRecord) -> bool:
-    """Whether a message at torchao's import is none of those that `importing_torchao` names."""
+    """Whether a message at torchao's import is not one that `importing_torchao` drops."""
     if failed := re.match(r"Failed to load (\S+\.so): ", record.getMessage()):
         extension = Path(failed[1])
         needs_cuda = extension.is_file() and b"libcudart.so" in extension.read_bytes()

@@ -1,10 +1,10 @@
-"""warmup(): compile, load and tune all that expert layers need, before anything is captured or
-timed.
+"""warmup(): compile, load and tune everything that expert layers need before a capture or a
+measurement.
 
-A layer is warmed by running it: once for each number of tokens, on random hidden states, with its
-own router and weights. So every kernel, tier and specialisation is the one that real calls meet.
-What a library tunes beyond that is the business of its backend's `warm` (ops/backend), inside
-of which its calls run here and nowhere else.
+A layer is warmed up by running it once for each number of tokens, on random hidden states, with
+its own router and weights. So the kernels, tiers and specialisations are those of real calls. The
+calls of a backend run inside its `Library.warm` (ops/backend), the only place where its library
+may tune.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _LOCK = threading.RLock()  # libraries compile and tune for one thread at a time
 
 @dataclass(frozen=True)
 class WarmCall:
-    """One call that was made."""
+    """One call of a layer."""
 
     num_tokens: int
-    backends: tuple[str, ...]  # whose kernels it ran, in the order of its operators
-    seconds: float  # with everything compiled, loaded and tuned on the way
+    backends: tuple[str, ...]  # those that ran its operators, in order
+    seconds: float  # including compiling, loading and tuning
 
 
 @dataclass(frozen=True)
 class WarmLayer:
-    """One layer that was run, for itself and for those like it."""
+    """One layer that was run, on behalf of all layers like it."""
 
     name: str  # module name in the model
-    alike: int  # how many layers it stands for, itself included
+    alike: int  # number of layers that it represents, including itself
     calls: tuple[WarmCall, ...]  # by number of tokens
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class WarmLayer:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What `warmup` did; str() has a line for each layer and number of tokens."""
+    """The result of `warmup`; str() has a line for each layer and number of tokens."""
 
     layers: tuple[WarmLayer, ...]
 
@@ -91,33 +91,33 @@ def warmup(
 ) -> WarmupReport:
     """Compile, load and tune everything that expert layers need for these numbers of tokens.
 
-    Afterwards a step of so many tokens can be captured in a CUDA graph without having run before.
-    What was compiled and tuned is kept on disk (docs/backends.md says where), so that the next
-    process warms up in seconds. Layers of the same shapes, strides, dtypes, scheme, activation and
-    device are run once.
+    Afterwards a step of so many tokens can be captured in a CUDA graph without a previous run.
+    Compiled and tuned results are kept on disk (docs/backends.md says where), so that the next
+    process warms up in seconds. Of layers with the same shapes, strides, dtypes, scheme,
+    activation and device only one is run.
 
     Args:
-        model_or_layer: a module that contains expert layers, or is one: `MoELayer`, and
-            transformers' MoE blocks whose experts run through moe_ops
-            (`experts_implementation="moe_ops"` or `attach`). For calls of your own, a function of
-            the number of tokens that makes them, with the dtypes and strides of the real ones:
+        model_or_layer: a module that is or contains expert layers: `MoELayer`, or transformers'
+            MoE blocks whose experts run on moe_ops (`experts_implementation="moe_ops"` or
+            `attach`). For other calls a function of the number of tokens that makes them, with
+            the dtypes and strides of the real ones:
             `warmup(lambda M: moe_ops.fused_experts(x[:M], w13, w2, weights[:M], ids[:M]), (1,
             8))`.
-        token_counts: numbers of tokens M of the steps to come: batch x length.
-        dtype: of the hidden states; None for that of the weights. Under torch.autocast call it
-            there too.
-        show_progress: a progress bar on a terminal, if tqdm is installed.
+        token_counts: the numbers of tokens M, batch x length, of the steps to come.
+        dtype: dtype of the hidden states; None for that of the weights. If the steps run under
+            torch.autocast, call this under it too.
+        show_progress: show a progress bar on a terminal, if tqdm is installed.
 
     Returns:
-        A report; print it to see what ran on which backend and how long it took.
+        A report, which prints what ran on which backend and how long it took.
 
     Raises:
-        ValueError: no expert layer runs through moe_ops, weights that are not loaded, a token
-            count that is no positive integer, or a dtype that is no floating torch.dtype.
-        RuntimeError: a CUDA graph is being captured, or a graph traced: warm up before.
+        ValueError: no expert layer runs on moe_ops, weights are not loaded, a token count is not
+            a positive integer, or dtype is not a floating-point torch.dtype.
+        RuntimeError: a CUDA graph is being captured, or a graph is being traced.
 
-    Safe to call from several threads, which take turns; but while it runs no thread may capture,
-    since it waits for the device. Collectives inside of a layer need all ranks to call it.
+    Threads that call it take turns. No thread may capture meanwhile, since it synchronises the
+    device. If layers communicate, all ranks must call it.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -157,7 +157,7 @@ def warmup(
 
 
 class _Warming(TorchDispatchMode):
-    """Runs each backend's operators inside its `warm`, and notes whose they are."""
+    """Runs each backend's operators inside its `Library.warm`, and records the backends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def _checked_counts(token_counts: Iterable[int]) -> list[int]:
 
 
 def _subjects(model: nn.Module, dtype: torch.dtype | None) -> list[Subject]:
-    """The expert layers of a model, those that are alike once.
+    """The expert layers of a model, one of each kind.
 
     Raises:
         ValueError: there are none, or their weights are not loaded.
@@ -246,7 +246,7 @@ _FINDERS: list[_Finder] = []
 
 
 def register_finder(find: _Finder) -> None:
-    """Let `warmup` find more layers: those that `find(model, dtype)` yields."""
+    """Let `warmup` find the layers of another library: those that `find(model, dtype)` yields."""
     if find not in _FINDERS:
         _FINDERS.append(find)
 
@@ -288,7 +288,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, enum.Enum, Activatio
 
 
 def _facts(module: nn.Module) -> tuple:
-    """What two layers must share for one to stand for both."""
+    """What two layers must have in common for one to represent both."""
     facts: list[object] = [module.training]
     for name, part in module.named_modules():
         # a layer's own place in the model says nothing of its kernels

@@ -1,4 +1,4 @@
-"""The arguments of the ops: one NamedTuple a family, whose fields are those of its schema."""
+"""The arguments of the ops: one NamedTuple per family, from whose fields its schema is made."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ExpertsArgs(NamedTuple):
 
     @property
     def w13_scheme(self) -> str:
-        """Of w13, and of the input that arrives quantized."""
+        """Scheme of w13, and of hidden_states that arrive quantized."""
         return schemes_of_layer(self.scheme)[0]
 
     @property
@@ -56,18 +56,18 @@ class ExpertsArgs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden_states' values. `out` may be wider, unless they arrive quantized."""
+        """Dtype of unquantized hidden_states, or of `out`, which may otherwise be wider."""
         arrived = self.hidden_states_scale is not None
         return (self.out if arrived else self.hidden_states).dtype
 
     @property
     def global_experts(self) -> int:
-        """How many experts topk_ids name."""
+        """Number of experts that topk_ids choose from."""
         return (self.w2 if self.expert_map is None else self.expert_map).shape[0]
 
     @property
     def num_blocks(self) -> int:
-        """Of experts, each of which is summed alone (meta/blocks.py)."""
+        """Blocks of experts that are summed separately (meta/blocks.py)."""
         return num_blocks(self.global_experts) if self.options.batch_invariant else 1
 
 
@@ -102,7 +102,7 @@ class BatchedExpertsArgs(NamedTuple):
 
     @property
     def w13_scheme(self) -> str:
-        """As of ExpertsArgs."""
+        """As in ExpertsArgs."""
         return schemes_of_layer(self.scheme)[0]
 
     @property

@@ -1,4 +1,4 @@
-"""What a backend says of itself: functions, and three records of facts with defaults."""
+"""`Backend`: the functions of a backend, and three records of facts about it."""
 
 from __future__ import annotations
 
@@ -16,63 +16,63 @@ from moe_ops.schemes import get_scheme, schemes_of_layer
 
 
 def _nothing(*_: Any) -> None:
-    """Of a library that is always there, and built."""
+    """For a library that is always installed and built."""
 
 
 def _not_shown(problem: Problem, machine: Machine) -> list[str]:
-    """Of a backend that says nothing about batch invariance."""
+    """For a backend that states nothing about batch invariance."""
     return ["not shown to be batch invariant"]
 
 
 class Shortcut(NamedTuple):
-    """What runs calls that differ from one in values, addresses, rows and their strides alone, at
-    most so many rows: (call, M, addresses of all tensors of the op's arguments that are given, in
-    order) -> out. The dispatcher would take their tensors to the kernel as they are.
+    """A way past the launcher for calls that differ only in values, addresses, the number of rows
+    and the strides of rows.
     """
 
-    most_rows: int
+    most_rows: int  # calls with more take the launcher
+    # (call, M, addresses of the tensors among the op's arguments, in order) -> out
     run: Callable[[Any, int, Sequence[int]], Tensor]
 
 
 class Claim(NamedTuple):
-    """From how many rows an expert, on average, "auto" takes a backend where it was not timed, in
-    the place of all that are registered before it.
+    """The average rows per expert at which "auto" prefers a backend that was not timed to all that
+    are registered before it.
     """
 
-    since: int
-    # rows from which the last one of those is faster again, if that one has a claim, too
+    since: int  # from so many rows on
+    # to fewer than so many, if the backend before it has a claim too; None: to any number
     until: int | None = None
 
 
 class Operator(NamedTuple):
-    """What `register` makes of a launcher."""
+    """A registered operator, as `register` makes it from a launcher."""
 
-    op: Any  # the registered operator
-    kernels: dict[str, Callable]  # device type -> what the dispatcher calls there
+    op: Any
+    kernels: dict[str, Callable]  # device type -> kernel, which the dispatcher also calls
 
 
 @dataclass(frozen=True)
 class Library:
-    """What a backend calls, and whether that is there."""
+    """The library that a backend calls, and its state on this machine."""
 
     available: Callable[[], str | None] = _nothing  # None, or why not and what to install
-    distribution: str = ""  # what pip calls it
-    newest_tested: str = ""  # the newest version of the distribution that tests ran with
-    interpreted: bool = False  # on a CPU: by an interpreter, for tests; never chosen by "auto"
-    # why "auto" leaves the backend out on a machine where a call that names it would first build
-    # it, for minutes; None where it is built
+    distribution: str = ""  # its name for pip
+    newest_tested: str = ""  # newest version of the distribution with which tests ran
+    interpreted: bool = False  # on a CPU it runs in an interpreter: only when named
+    # None where it is built; else why "auto" leaves it out: a call that names it would first
+    # build it, for minutes
     unbuilt: Callable[[Machine], str | None] = _nothing
-    # kernels that it must do without for a problem, and why: `explain` says so
+    # kernels that cannot run for a problem, with reasons, for `explain`
     missing_kernels: Callable[[Problem, Machine], list[str]] = lambda problem, machine: []
-    # what `moe_ops.warmup` enters around a call of so many rows: there a library may tune, and
-    # save what it found below `environment.cache_folder()`
+    # context manager that `moe_ops.warmup` enters around a call of so many rows. The library may
+    # tune in it, and save results under `environment.cache_folder()`.
     warm: Callable[[int], AbstractContextManager] | None = None
-    # bytes that it allocates by itself for so many rows, beside the workspaces
+    # bytes that the library itself allocates for so many rows, in addition to the workspaces
     own_bytes: Callable[[int, Problem], int] = lambda rows, problem: 0
 
     @property
     def untested_version(self) -> str | None:
-        """What to say of a distribution that is newer than tested; None of others."""
+        """Note on a distribution that is newer than the tested ones, else None."""
         if not (self.distribution and self.newest_tested):
             return None
         return environment.newer_than_tested(self.distribution, self.newest_tested)
@@ -80,27 +80,26 @@ class Library:
 
 @dataclass(frozen=True)
 class Takes:
-    """Which calls a backend takes, beside what `supports` says of each, and how it runs them."""
+    """The calls that a backend takes, in addition to what `supports` says of each problem."""
 
-    native_schemes: tuple[str, ...] = ()  # run without dequantizing to a wider product
-    native_capability: tuple[int, int] = (0, 0)  # least one that multiplies fp8 activations
-    # whether kernels here decode a scheme that is not in `native_schemes` as they multiply
+    native_schemes: tuple[str, ...] = ()  # multiplied in their own formats, not dequantized
+    native_capability: tuple[int, int] = (0, 0)  # the lowest that multiplies fp8 activations
+    # whether kernels decode a scheme outside of `native_schemes` while they multiply
     decodes: Callable[[Problem, Machine], bool] | None = None
-    quantized_input: tuple[str, ...] = ()  # schemes of which the input may arrive quantized
-    # whether `supports` is asked about layers whose w13 and w2 have different schemes; else they
-    # are refused
+    quantized_input: tuple[str, ...] = ()  # schemes whose input may arrive quantized
+    # whether w13 and w2 may have two schemes; `supports` is asked about these layers then
     two_schemes: bool = False
-    # its launchers run calls of more than `Options.chunk_rows` rows in chunks (ops/chunks.py);
-    # only then are its workspaces bounded
+    # whether launchers run more than `Options.chunk_rows` rows in chunks (ops/chunks.py);
+    # otherwise workspaces are not bounded
     chunked: bool = False
-    # reasons why a token's row may depend on its batch under `Options.batch_invariant`, or differ
-    # from that of another backend that takes the problem; empty: never
+    # reasons why, under `Options.batch_invariant`, the bits of a token's row may depend on its
+    # batch, or differ from those of another backend that takes the problem; empty if they do not
     depends_on_batch: Callable[[Problem, Machine], list[str]] = _not_shown
-    differentiable: bool = False  # of "torch" alone, whose products all gradients run on
+    differentiable: bool = False  # for "torch" alone: all gradients run on its products
 
     def native(self, scheme: str, machine: Machine) -> bool:
-        """Whether products on `machine` are those of the scheme's own formats, not emulated; of a
-        layer's two schemes, of both.
+        """Whether products on `machine` are in the formats of the scheme, and not emulated. Both
+        must be for a layer of two schemes.
         """
         return all([self._native(one, machine) for one in schemes_of_layer(scheme)])
 
@@ -122,33 +121,32 @@ class Takes:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """What a launcher of experts does itself of calls with an exchange (ops/exchange.py)."""
+    """The parts of an exchange (ops/exchange.py) that a launcher of experts does itself."""
 
-    adds_ranks: bool = False  # its last kernel adds up the outputs of ranks
-    # schemes of which, in their natural layout, it takes this rank's tokens, which it sends to the
-    # others (`has_own_rows`)
+    adds_ranks: bool = False  # its last kernel adds up the outputs of the ranks
+    # schemes, in their natural layout, for which it takes this rank's tokens and sends them to
+    # the other ranks (`has_own_rows`)
     sends_rows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to run the operators; `ops.library.register` defines them."""
+    """One implementation of the operators, which `ops.library.register` defines."""
 
     name: str
-    supports: Callable[[Problem, Machine], list[str]]  # reasons why not; empty means yes
+    supports: Callable[[Problem, Machine], list[str]]  # reasons why not; empty if it can run
     workspace_shapes: Callable[[int, Problem], Workspaces]  # first argument: M (or T, or S)
-    # `Problem.kind` -> function of one argument tuple; imports its library when first called
+    # `Problem.kind` -> launcher of one argument tuple, which imports its library at the first call
     launch: dict[str, Callable]
-    # dispatch keys that have a kernel ("CPU", "CUDA"). Fakes serve every other purpose, so that a
-    # missing kernel is an error and not a silent use of the fake.
+    # dispatch keys with a kernel ("CPU", "CUDA"). On other devices a call is an error: the fake is
+    # registered for fake tensors alone.
     devices: tuple[str, ...]
     library: Library = Library()
     takes: Takes = Takes()
     exchanges: Exchanges = Exchanges()
-    relayouts: tuple[Relayout, ...] = ()  # what `prepare` can do for it
+    relayouts: tuple[Relayout, ...] = ()  # the layouts that `prepare` can make for it
     claim: Callable[[Problem], Claim | None] | None = None  # None: the row of tables/claims.json
-    # the shortcut past its launcher of calls like that of an argument tuple, which has no
-    # workspaces, if there is one: tensors of the same types, sizes but M, and strides (of those
-    # with M, of columns of stride 1)
+    # The shortcut, if there is one, for calls like that of an argument tuple (without workspaces):
+    # tensors of the same types, dtypes and sizes but M; the same strides but those of rows.
     shortcut: Callable[[Any], Shortcut | None] | None = None
-    operators: dict[str, Operator] = field(default_factory=dict)  # by kind; `register` makes them
+    operators: dict[str, Operator] = field(default_factory=dict)  # by kind, from `register`

@@ -1,7 +1,7 @@
-"""Calls: what the user gave to an operation, with quantized weights taken apart.
+"""Calls: the arguments of a public function, with quantized weights taken apart.
 
-Eager calls find their plans by what is `static()` and by what guards find of `tensors()`, which is
-everything but the number of tokens M. Sizes may be symbols where a call is traced.
+An eager call finds its plan by `static()` and by guards on `tensors()`: together everything but
+the number of tokens M. In traced calls sizes may be symbols.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_ops.ops import memory
 from moe_ops.ops.library import part
 from moe_ops.ops.options import Options
 
-# of an ExpertTensor, as `Weight` orders them
+# attributes of an ExpertTensor, in the order of `Weight`
 _TENSORS = ("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
 _ATTRIBUTES = (*_TENSORS, "scheme", "weight_layout")
 _DEFAULT_OUT = torch.bfloat16  # dtype of the output where the input arrives quantized
@@ -28,8 +28,9 @@ _attributes = operator.itemgetter(*_ATTRIBUTES)
 
 @environment.constant
 def _as_attributes() -> bool:
-    """Whether torch.compile traces what quantized weights cannot be inputs of: branches of
-    torch.cond, loops and regions. torch.export takes them as they are, unless some are arguments.
+    """Whether weights must enter the graph as their single tensors: torch.compile traces a branch
+    of torch.cond, a loop or a region, none of which takes a quantized weight as an input. So does
+    torch.export where a quantized weight is an argument.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -41,7 +42,7 @@ def _as_attributes() -> bool:
 
 
 class Weight(NamedTuple):
-    """An expert weight taken apart: plain tensors only, as the ops carry them."""
+    """An expert weight taken apart into plain tensors, the form that ops take."""
 
     data: Tensor
     scale: Tensor | None = None
@@ -54,27 +55,27 @@ class Weight(NamedTuple):
 
     @property
     def scales(self) -> tuple[Tensor | None, ...]:
-        """scale, zero_point, global_scale, channel_scale: what `numerics.Scales` holds."""
+        """(scale, zero_point, global_scale, channel_scale), the fields of `numerics.Scales`."""
         return self[1:5]
 
     @property
     def global_rows(self) -> bool:
-        """Whether its global scale is one for each row, not for each expert."""
+        """Whether the global scale is per row instead of per expert."""
         return self.global_scale is not None and self.global_scale.ndim > 1
 
     @property
     def contiguous(self) -> bool:
-        """Whether all of it lies in memory as its shapes say."""
+        """Whether the data and all scales are contiguous."""
         return all([part is None or part.is_contiguous() for part in (self.data, *self.scales)])
 
     @property
     def transposed(self) -> bool:
-        """Whether it is a plain weight (E, N, K) that is stored (E, K, N)."""
+        """Whether it is a plain weight (E, N, K) that is stored as (E, K, N)."""
         return not self.scheme and stored_transposed(self.data)
 
 
 def stored_transposed(data: Tensor) -> bool:
-    """Whether the transposed view of matrices is contiguous. By strides, because a tensor whose
+    """Whether the transposed matrices are contiguous. Compares strides, because a tensor whose
     storage was freed has no views.
     """
     if data.ndim != 3:
@@ -86,10 +87,10 @@ def stored_transposed(data: Tensor) -> bool:
 
 
 def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> Weight:
-    """The `Weight` of a plain tensor, or of a quantized or prepared one, which says what it is.
+    """The `Weight` of a plain tensor or of an ExpertTensor.
 
     Args:
-        gather: makes of a DTensor a tensor of all experts.
+        gather: returns the full tensor of a DTensor.
     """
     if type(weight) is Tensor or type(weight) is torch.nn.Parameter:
         return Weight(weight)
@@ -104,14 +105,14 @@ def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> We
                 if parts[i] is not None:
                     parts[i] = part(weight, name)
         return Weight(*parts)
-    return Weight._make(_attributes(vars(weight)))  # half the time of eight attributes
+    return Weight._make(_attributes(vars(weight)))  # half the time of eight attribute look-ups
 
 
 def _scales_value(
     weights: Sequence[Weight], scale: Tensor | None, global_scale: Tensor | None
 ) -> list[Tensor | None]:
-    """The op argument `scales`: empty where all weights are plain. Those of an input that arrives
-    quantized follow those of the weights.
+    """The op argument `scales`: those of the weights, then those of a quantized input; empty if
+    all weights are plain.
     """
     found: list[Tensor | None] = []
     if weights[0].scheme or weights[-1].scheme:
@@ -139,22 +140,22 @@ class ExpertsCall(NamedTuple):
 
     @property
     def global_experts(self) -> int:
-        """How many experts topk_ids name."""
+        """Number of experts that topk_ids choose from."""
         return (self.w2.data if self.expert_map is None else self.expert_map).shape[0]
 
     def static(self) -> tuple:
-        """All that is no tensor."""
+        """Everything but the tensors."""
         w13, w2 = self.w13, self.w2
         return ("experts", self.options, w13.scheme, w13.layout, w2.scheme, w2.layout)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors, or None, in the order of ExpertsArgs."""
+        """All tensors in the order of ExpertsArgs; None for those that were not given."""
         x, w13, w2, weights, ids, b13, b2, expert_map, _, *of_input = self
         scales = (*w13[1:6], *w2[1:6], *of_input)
         return (x, w13[0], w2[0], weights, ids, *scales, b13, b2, expert_map)
 
     def rows(self) -> tuple[int, tuple[int, ...]]:
-        """The dimension of M, and which of `tensors()` have it."""
+        """The dimension of M, and the indices of the `tensors()` that have it."""
         return 0, (0, 3, 4, 15)
 
     def output(self) -> tuple[tuple, torch.dtype]:
@@ -166,11 +167,13 @@ class ExpertsCall(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """M: of all ranks in calls with an exchange, in which this one may have only its own."""
+        """M. In calls with an exchange the tokens of all ranks, also where hidden_states are this
+        rank's own.
+        """
         return (self.topk_ids if self.options.exchange else self.hidden_states).shape[0]
 
     def op_values(self, options: str) -> tuple:
-        """The op's arguments behind the buffers it writes."""
+        """The op's arguments after the buffers that it writes."""
         x, w13, w2, weights, ids, b13, b2, expert_map, _, *of_input = self
         scales = _scales_value((w13, w2), *of_input)
         return (x, w13.data, w2.data, weights, ids, scales, b13, b2, expert_map, options)
@@ -195,17 +198,17 @@ class BatchedCall(NamedTuple):
         return self.hidden_states.shape[1]
 
     def static(self) -> tuple:
-        """All that is no tensor."""
+        """Everything but the tensors."""
         w13, w2 = self.w13, self.w2
         return ("batched_experts", self.options, w13.scheme, w13.layout, w2.scheme, w2.layout)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors, or None, in the order of BatchedExpertsArgs."""
+        """All tensors in the order of BatchedExpertsArgs; None for those that were not given."""
         x, w13, w2, counts, b13, b2, _, *of_input = self
         return (x, w13[0], w2[0], counts, *w13[1:6], *w2[1:6], *of_input, b13, b2)
 
     def rows(self) -> tuple[int, tuple[int, ...]]:
-        """The dimension of T, and which of `tensors()` have it."""
+        """The dimension of T, and the indices of the `tensors()` that have it."""
         return 1, (0, 14)
 
     def output(self) -> tuple[tuple, torch.dtype]:
@@ -216,7 +219,7 @@ class BatchedCall(NamedTuple):
         return (*x.shape[:2], self.w2.data.shape[1]), self.options.out_dtype or _DEFAULT_OUT
 
     def op_values(self, options: str) -> tuple:
-        """The op's arguments behind the buffers it writes."""
+        """The op's arguments after the buffers that it writes."""
         x, w13, w2, counts, b13, b2, _, *of_input = self
         scales = _scales_value((w13, w2), *of_input)
         return (x, w13.data, w2.data, counts, scales, b13, b2, options)
@@ -239,16 +242,16 @@ class LinearCall(NamedTuple):
         return self.hidden_states.shape[0]
 
     def static(self) -> tuple:
-        """All that is no tensor."""
+        """Everything but the tensors."""
         return ("grouped_linear", self.options, self.weight.scheme, self.weight.layout)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors, or None, in the order of GroupedLinearArgs."""
+        """All tensors in the order of GroupedLinearArgs; None for those that were not given."""
         x, weight, offsets, bias, _, *of_input = self
         return (x, weight[0], offsets, *weight[1:6], *of_input, bias)
 
     def rows(self) -> tuple[int, tuple[int, ...]]:
-        """The dimension of S, and which of `tensors()` have it."""
+        """The dimension of S, and the indices of the `tensors()` that have it."""
         return 0, (0, 8)
 
     def output(self) -> tuple[tuple, torch.dtype]:
@@ -258,7 +261,7 @@ class LinearCall(NamedTuple):
         return (x.shape[0], self.weight.data.shape[1]), dtype
 
     def op_values(self, options: str) -> tuple:
-        """The op's arguments behind the buffers it writes."""
+        """The op's arguments after the buffers that it writes."""
         x, weight, offsets, bias, _, *of_input = self
         scales = _scales_value((weight,), *of_input)
         return (x, weight.data, offsets, scales, bias, options)
@@ -268,9 +271,9 @@ Call = ExpertsCall | BatchedCall | LinearCall
 
 
 def refuse_lost(call: Call) -> None:
-    """Raise ValueError, naming the argument, where one has lost its values: see
-    `memory.refuse_lost`. Calls ask before operators of torch, or its dispatcher, meet it; eager
-    ones that skip both leave it to the operator's entry.
+    """Raise ValueError, naming the argument, for a tensor that has lost its values (see
+    `memory.refuse_lost`), before operators of torch or the dispatcher get it. Eager calls that
+    skip both leave the check to the op's kernel.
     """
     for name, value in zip(call._fields, call, strict=True):
         tensor = value.data if isinstance(value, Weight) else value

@@ -1,8 +1,8 @@
-"""Chunks: an operator whose workspaces have no room for all rows runs them in parts, one after the
-other.
+"""Chunks: an operator whose workspaces have no room for all rows runs them in parts, one after
+another.
 
-The configuration of kernels is chosen for all rows, and only the tensors of a call are cut, so
-that every row is computed as it is without chunks.
+Kernel configs are chosen for all rows, and only the tensors of a call are cut. So every row is
+computed as without chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OF_TOKENS = ("out", "hidden_states", "topk_weights", "topk_ids")  # (M, ..)
 
 
 def chunks(a: ExpertsArgs) -> list[ExpertsArgs]:
-    """The arguments of each chunk of at most `chunk_rows` tokens, about equally many each."""
+    """Arguments of the chunks: at most `chunk_rows` tokens each, in nearly equal numbers."""
     M, rows = a.hidden_states.shape[0], a.options.chunk_rows
     if not 0 < rows < M:
         return [a]
@@ -35,14 +35,14 @@ def chunks(a: ExpertsArgs) -> list[ExpertsArgs]:
 
 
 def experts_of_chunk(E: int, T: int, chunk_rows: int) -> int:
-    """Experts, of E with T rows each, that a chunk of `batched_experts` has: as many as
-    `chunk_rows` rows allow where each pads its own to 128, but at least one. int or SymInt.
+    """Number of experts in a chunk of `batched_experts` with E experts of T rows: as many as fit
+    `chunk_rows` rows, each padded to a multiple of 128, but at least one. int or SymInt.
     """
     return maximum(1, minimum(E, chunk_rows // round_up(maximum(T, 1), 128)))
 
 
 def batched_chunks(a: BatchedExpertsArgs) -> list[BatchedExpertsArgs]:
-    """The arguments of each chunk of experts, about equally many each."""
+    """Arguments of the chunks of experts, in nearly equal numbers."""
     E, T = a.hidden_states.shape[:2]
     most = experts_of_chunk(E, T, a.options.chunk_rows) if a.options.chunk_rows else E
     if most == E:

@@ -1,5 +1,6 @@
-"""How the ranks of a group send tokens to the operator that runs their experts, and add up what
-it returns, inside of it: `Options.exchange` names it, and `parallel` opens what it names.
+"""Exchanges: communication between ranks inside of the operator of the experts, which sends tokens
+to the ranks of their experts and adds up the outputs. `Options.exchange` names an exchange, and
+`parallel` opens it.
 """
 
 from __future__ import annotations
@@ -14,41 +15,39 @@ from moe_ops.ops.backend import Exchanges
 
 
 class Opened(Protocol):
-    """An exchange of tokens and of outputs (R * T, K), of T tokens of each of R ranks."""
+    """An open exchange of tokens and outputs (R * T, K), T of each of R ranks."""
 
     @property
     def arrivals(self) -> Any:
-        """Into which ranks write tokens (`kernels.comm.mailbox`), as they are or quantized
-        (`sends_quantized`).
+        """The mailbox (`kernels.comm.mailbox`) into which ranks write tokens, unquantized or
+        quantized (`sends_quantized`).
         """
 
     @property
     def mailbox(self) -> Any:
-        """Into which ranks write outputs."""
+        """The mailbox into which ranks write outputs."""
 
     @property
     def spins(self) -> int:
-        """Looks after which another rank is given up."""
+        """Polls of another rank's flag before a kernel gives up."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """The tokens (R * T, K) of all ranks, of which this one has x (M, K)."""
+        """The tokens (R * T, K) of all ranks; this rank's are x (M, K)."""
 
     def gather_quantized(self, x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-        """The same, quantized before they travel: rows, and scales (R * T, groups)."""
+        """As `gather`, but quantized before they travel: rows, and scales (R * T, groups)."""
 
     def add(self) -> None:
-        """Let the first T rows be the sums over all ranks of this one's tokens."""
+        """Write the sums over all ranks for this rank's tokens into the first T rows."""
 
 
-QUANTIZED = "quantized "  # how exchanges begin that send tokens quantized
+QUANTIZED = "quantized "  # prefix of the names of exchanges that send tokens quantized
 
 _open: Callable[[str, Tensor, int], Opened] | None = None
 
 
 def register_opener(function: Callable[[str, Tensor, int], Opened]) -> None:
-    """Open exchanges by this function of an exchange's name, the outputs, and the rows of
-    hidden_states.
-    """
+    """Register what opens an exchange: (its name, out, rows of hidden_states) -> Opened."""
     global _open
     _open = function
 
@@ -57,9 +56,9 @@ def opened(args: ExpertsArgs) -> Opened:
     """The exchange of a call.
 
     Raises:
-        ValueError: the name is none of a dispatcher's, or there are not T rows of each rank, or
-            more than T of this one.
-        RuntimeError: dispatchers were not loaded, in a process that runs an exported program.
+        ValueError: no dispatcher has an exchange of this name; or there are not T rows per rank,
+            or more than T of this rank.
+        RuntimeError: the dispatchers are not imported, in a process that runs an exported program.
     """
     name = args.options.exchange
     if _open is None:
@@ -70,19 +69,19 @@ def opened(args: ExpertsArgs) -> Opened:
 
 
 def has_own_rows(args: ExpertsArgs) -> bool:
-    """Whether hidden_states are this rank's tokens, which are still to be sent."""
+    """Whether hidden_states are this rank's tokens, which the operator has to send."""
     return bool(args.options.exchange) and args.hidden_states.shape[0] != args.topk_ids.shape[0]
 
 
 def sends_quantized(exchange: str) -> bool:
-    """Whether this rank's tokens travel as the scheme quantizes them, with the bits that their
-    experts would have made of them: to their experts they arrive quantized.
+    """Whether this rank's tokens are quantized by the scheme before they travel. The bits are
+    those that the rank of their experts would have made.
     """
     return exchange.startswith(QUANTIZED)
 
 
 def gathered(args: ExpertsArgs) -> ExpertsArgs:
-    """The same with the tokens of all ranks."""
+    """The arguments with the tokens of all ranks."""
     if not has_own_rows(args):
         return args
     exchange, x = opened(args), args.hidden_states
@@ -98,16 +97,15 @@ def gathered(args: ExpertsArgs) -> ExpertsArgs:
 
 
 def over_ranks(launch: Callable[[ExpertsArgs], None], does: Exchanges) -> Callable:
-    """A launcher that also serves calls with an exchange. What it does not do by itself, send
-    tokens or add up outputs, is a step before or behind it; and both are if they run in chunks.
+    """`launch`, extended to calls with an exchange. What the launcher does not do itself, send
+    tokens or add up outputs, runs before or after it; calls in chunks do both so.
     """
     sends, adds = bool(does.sends_rows), does.adds_ranks
 
     def run(args: ExpertsArgs) -> None:
         if not args.options.exchange:
             return launch(args)
-        # Plans of such calls take it that a backend without `sends_rows` gets quantized rows, and
-        # size its workspaces so.
+        # plans of such calls size workspaces for quantized rows
         if sends_quantized(args.options.exchange) and not has_own_rows(args):
             raise ValueError(
                 "hidden_states must be this rank's tokens alone with an exchange that quantizes "

@@ -1,9 +1,10 @@
-"""What may reach a raw pointer: tensors whose values lie in memory as dtype and strides say.
+"""Tensors whose addresses kernels may take: those whose values lie in memory, as dtype and strides
+say.
 
-Kernels take addresses. Calls skip the dispatcher only with tensors that `addressable` admits (see
-planning/bind); the others go through it to the entry of the operator, which materializes lazily
-negated tensors and implicit zeros, and refuses by name what has no values. A storage that was
-shrunk, but not freed, is not noticed: torch's own operators read past its end, too.
+Calls skip the dispatcher only with tensors that are `addressable` (planning/bind). Others go
+through it to the kernel of the op, which materializes lazily negated tensors and implicit zeros
+and refuses tensors without values by name. A storage that was shrunk but not freed is not
+detected: torch's own operators read past its end, too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from moe_ops.checks import check_strided
 
-# What the code that torch.compile generates allocates by, (shape, strides, dtype): two thirds of
-# torch.empty's time is its way through argument parsing and the dispatcher. It fills nothing under
-# torch.use_deterministic_algorithms.
+# The allocators of code that torch.compile generates: (shape, strides, dtype) -> tensor. They skip
+# argument parsing and the dispatcher, two thirds of the time of torch.empty, and fill nothing
+# under torch.use_deterministic_algorithms.
 EMPTY_STRIDED: dict[str, Callable[..., Tensor] | None] = {
     kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
     for kind in ("cpu", "cuda")
@@ -25,10 +26,10 @@ EMPTY_STRIDED: dict[str, Callable[..., Tensor] | None] = {
 
 
 def addressable(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether the values of all lie in memory; False also of tensors without elements.
+    """Whether the values of all tensors lie in memory. False also for tensors without elements.
 
-    Two attributes a tensor, since each operator asks in every call. Conjugation is no question,
-    because no operator takes complex numbers.
+    Reads two attributes per tensor, because each operator asks in every call. Conjugation is not
+    checked: no operator takes complex numbers.
     """
     try:
         for tensor in tensors:
@@ -40,10 +41,10 @@ def addressable(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def materialized(name: str, tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it where its values do not lie in memory.
+    """The tensor, or a copy if its values do not lie in memory.
 
     Raises:
-        ValueError: it has no values; the message names it.
+        ValueError: the tensor, which the message names, has no values.
     """
     refuse_lost(name, tensor)
     if tensor._is_zerotensor():
@@ -61,9 +62,10 @@ def materialized(name: str, tensor: Tensor) -> Tensor:
 
 def refuse_lost(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a tensor that is nested or has no strides, whose storage was freed, or
-    whose `.data` was set to a tensor subclass, of which it keeps shape and dtype alone.
+    whose `.data` was set to a tensor subclass, which leaves it only the shape and dtype.
 
-    Whoever hands tensors to operators of torch asks first: these crash the process on the last.
+    To be called before tensors are passed to operators of torch, which crash the process on the
+    last kind.
     """
     if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
         return

@@ -1,4 +1,4 @@
-"""The static flags of a call, and how operators carry them: as one text."""
+"""The static flags of a call, and the text in which ops carry them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from moe_ops.activations import Activation, from_op
 
 
 class Options(NamedTuple):
-    """What a call is asked for, and how: all that is no tensor, and that no tensor tells. A Call
-    has what its user said, a Problem the same as constants, the arguments of an operator that of
-    its plan.
+    """The static flags of a call. A Call has them as given, a Problem as constants, and the
+    arguments of an op as its plan set them.
     """
 
     activation: Activation = None  # type: ignore[assignment]  # grouped_linear has none
     router_weight_on_input: bool = False
-    atomic_sums: bool = False  # kernels may add in any order: deterministic=False
+    atomic_sums: bool = False  # deterministic=False: kernels may add in any order
     needs_grad: bool = False
     recompute: bool = False  # the first product is computed again in the backward pass
     max_workspace_bytes: int | None = None  # None: the machine's default
     out_dtype: torch.dtype | None = None  # None: that of the input, or bf16 if it is quantized
     batch_invariant: bool = False  # a token's row has the same bits in every batch
-    exchange: str = ""  # adds up the outputs of all ranks (ops/exchange.py)
-    # of a plan
-    tiers_text: str = ""  # of the operator `auto`: `text_of_tiers`
+    exchange: str = ""  # name of an exchange between ranks (ops/exchange.py)
+    # set by the plan
+    tiers_text: str = ""  # for the op of "auto": `text_of_tiers`
     chunk_rows: int = 0  # rows that the workspaces have room for (ops/chunks.py); 0: for all
 
 
@@ -36,12 +35,12 @@ _FIELDS = Options._fields  # for traced code
 
 
 def encode(scheme: str, layout: str, options: Options) -> str:
-    """The `options` argument of an op: a Python dict as it prints."""
+    """The `options` argument of an op: the repr of a dict."""
     parts = [f"'scheme': {scheme!r}, 'layout': {layout!r}"]
     value: Any
     for name, value in zip(_FIELDS, options, strict=True):
         if name == "activation" and value is not None:
-            # constants, also where dynamic=True makes symbols of them
+            # as constants, also under dynamic=True, which makes symbols of numbers
             alpha, beta, limit = [
                 float(guard_scalar(x)) for x in (value.alpha, value.beta, value.limit)
             ]
@@ -55,10 +54,10 @@ def encode(scheme: str, layout: str, options: Options) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def decode(text: str) -> tuple[str, str, Options]:
-    """Scheme, layout and options of such a text.
+    """The inverse of `encode`: scheme, layout and options.
 
     Raises:
-        ValueError: it is no dict of these.
+        ValueError: the text is not a dict of exactly these keys.
     """
     try:
         given = ast.literal_eval(text)
@@ -70,8 +69,7 @@ def decode(text: str) -> tuple[str, str, Options]:
     scheme, layout = given.pop("scheme"), given.pop("layout")
     if given["activation"] is not None:
         name, *numbers = given["activation"]
-        # Kernels are compiled for a whole number as for a constant: 1 and 1.702 would not be told
-        # apart.
+        # as floats: Triton would specialize on an int 1, and reuse that kernel for 1.702
         given["activation"] = from_op(name, *map(float, numbers))
     if given["out_dtype"] is not None:
         given["out_dtype"] = getattr(torch, given["out_dtype"])
@@ -79,11 +77,11 @@ def decode(text: str) -> tuple[str, str, Options]:
 
 
 def text_of_tiers(tiers: tuple[tuple[int, str], ...]) -> str:
-    """Tiers (largest M, name of a backend), -1 for no bound: "4:torch,-1:triton"."""
+    """Tiers (largest M, name of a backend) as text, -1 for no bound: "4:torch,-1:triton"."""
     return ",".join([f"{limit}:{name}" for limit, name in tiers])
 
 
 def tiers_of_text(text: str) -> tuple[tuple[int, str], ...]:
-    """The tiers of such a text."""
+    """The inverse of `text_of_tiers`."""
     pairs = [tier.split(":") for tier in text.split(",")]
     return tuple([(int(limit), name) for limit, name in pairs])

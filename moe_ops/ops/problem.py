@@ -1,5 +1,4 @@
-"""What a plan is made from: the static facts of a call (`Problem`) and of the place it runs
-(`Machine`).
+"""The inputs of a plan: the static facts of a call (`Problem`) and of where it runs (`Machine`).
 
 Dimensions used throughout the package: M tokens, K hidden size, I intermediate size, N rows of w13
 (2I for gated activations, I otherwise), E local experts, top_k experts per token, S = M * top_k
@@ -20,7 +19,7 @@ from moe_ops.schemes import schemes_of_layer
 
 @dataclass(frozen=True)
 class Problem:
-    """Static facts of one call. The number of tokens is no part of it: no plan depends on it."""
+    """Static facts of a call. The number of tokens is not one: no plan depends on it."""
 
     kind: str  # "experts", "batched_experts" or "grouped_linear"
     num_experts: int  # E
@@ -34,15 +33,15 @@ class Problem:
     layout: str = ""  # prepared layout of the weights, "" for the natural one
     options: Options = Options()
     has_bias: bool = False
-    mapped_experts: int = 0  # experts that ids name, through an expert_map; 0: there is none
+    mapped_experts: int = 0  # global experts of an expert_map; 0: there is none
     contiguous_weights: bool = True
-    transposed_weights: bool = False  # plain ones, of which one is stored transposed, or both
-    # hidden_states arrive quantized, as the scheme quantizes them, or travel so to other ranks
+    transposed_weights: bool = False  # plain weights, one or both stored transposed
+    # hidden_states arrive quantized by the scheme, or are quantized before they travel
     quantized_input: bool = False
-    global_rows: tuple[str, ...] = ()  # weights of which each row has a global scale: "w13", "w2"
+    global_rows: tuple[str, ...] = ()  # weights with a global scale per row: "w13", "w2"
 
     def replace(self, **changes: Any) -> Problem:
-        """The same with other facts, or other options."""
+        """A copy with other facts or other options."""
         flags = {name: changes.pop(name) for name in Options._fields if name in changes}
         return replace(self, **changes, options=self.options._replace(**flags))
 
@@ -53,15 +52,15 @@ class Problem:
 
     @property
     def routed_experts(self) -> int:
-        """Experts that share the tokens' pairs: those of all devices. As many pairs as measured
-        tables have for a layer of so many experts come to each of the E here.
+        """Global experts, over which the pairs spread. Each of the E local experts gets as many of
+        them as in a layer of so many experts, whose row of measured tables applies.
         """
         return self.mapped_experts or self.num_experts
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a call runs. Tests build one by hand, so every GPU's plan can be made on a CPU."""
+    """The device of a call. Tests build it by hand, and so plan for any GPU on a CPU."""
 
     device_type: str  # "cpu", "cuda", ...
     capability: tuple[int, int] = (0, 0)  # of an NVIDIA GPU, (0, 0) elsewhere
@@ -73,7 +72,7 @@ class Machine:
 
     @property
     def architecture(self) -> str:
-        """What kernels are compiled for: "SM90", "gfx942", or the type of another device."""
+        """The compile target: "SM90", "gfx942", or the type of another device."""
         if self.device_type != "cuda":
             return self.device_type
         return self.gfx or f"SM{self.capability[0]}{self.capability[1]}"

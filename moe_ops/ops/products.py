@@ -1,4 +1,4 @@
-"""What a backend provides for gradients: products of rows sorted by expert with plain weights."""
+"""`Products`: what a backend provides for gradients with plain weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class Products(NamedTuple):
-    """The grouped products of one backend, and what they leave to their caller."""
+    """The grouped products of a backend on rows sorted by expert, and what they do beside."""
 
-    name: str  # as `explain` says it
-    # rows (S, K) @ weight[e].T of weights (E, N, K), or with `transpose` rows (S, N) @ weight[e],
-    # for the rows of each expert, which end at `ends` (E,)
+    name: str  # for `explain`
+    # rows (S, K) @ weight[e].T for weights (E, N, K), or with `transpose` rows (S, N) @ weight[e];
+    # the rows of expert e end at ends[e]
     multiply: Callable[..., Tensor]
-    # a[rows of e].T @ b[rows of e], (E, M, N) of a (S, M) and b (S, N)
+    # a[rows of e].T @ b[rows of e] -> (E, M, N) for a (S, M) and b (S, N)
     outer: Callable[..., Tensor]
-    # the product with w13, kept, and the activation behind it; None where nothing fuses them
+    # the product with w13, which is kept, fused with the activation after it; None: not fused
     activate_into: Callable[..., None] | None = None
-    adds: bool = False  # `multiply` adds the product of `low`, rows and matrices of a rank
+    adds: bool = False  # `multiply` adds the product of `low`, the narrow rows of an adapter
     zeroes: bool = True  # `outer` writes zeros for experts without rows
-    # (device, pairs, columns of h) -> multiprocessors that products leave, as their argument
-    # `spare`, to kernels that run beside them; None: they leave none
+    # (device, pairs, columns of h) -> multiprocessors that products leave to concurrent kernels,
+    # their argument `spare`; None: none
     spare: Callable[[int, int, int], int] | None = None

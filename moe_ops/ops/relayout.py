@@ -1,21 +1,20 @@
-"""How the data of quantized weights lie: as their shape says, transposed, or as a backend wants
-them.
+"""Layouts of quantized weights: the natural one, the transposed one, and those of backends.
 
-A backend whose kernels read elements or scales in another order gets them so once, by ``prepare``.
-It registers a `Relayout`, and accepts the layout's name in its ``supports``:
+``prepare`` brings a weight into the layout of a backend whose kernels read elements or scales in
+another order, once. The backend registers a `Relayout`, and accepts the layout's name in its
+``supports``:
 
     BACKEND = register("triton", relayouts=(Relayout("triton_int4", is_int4, interleave,
     uninterleave),), ...)
 
-A relayout may permute the bytes of each expert's elements and reshape and permute its scales. The
-shape of the weights follows from that of qdata, (E, N, bytes of a row). Where a relayout pads
-these, the layout's name also says how many rows and columns the weights have
-(`meta.scales.padded_layout`). All tensors keep their first dimension, so that experts can be taken
-apart.
+A relayout may permute the bytes of each expert's elements, and reshape and permute its scales. The
+shape of the weight follows from that of qdata, (E, N, bytes of a row). If a relayout pads these,
+the layout's name also has the rows and columns of the weight (`meta.scales.padded_layout`). All
+tensors keep their first dimension, so that single experts can be taken out.
 
-A backend may want the rows of w13 in another order, which depends on the activation that follows.
-Its relayouts for that say so by ``rows``, and in their name behind a colon: w13 and w2 fit
-together if their layouts agree up to there.
+A backend may want the rows of w13 in another order, which depends on the activation. Such
+relayouts name that order in ``rows``, and after a colon in the layout's name. w13 and w2 fit
+together if their layouts agree up to the colon.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from moe_ops.meta.scales import FLAT, TRANSPOSED, base_layout, sizes_of_layout, 
 from moe_ops.ops.problem import Problem
 from moe_ops.schemes import QuantScheme, get_scheme
 
-# an ExpertTensor: the tensors of this package are built on what is here
+# an ExpertTensor, whose classes are on a higher floor
 ExpertTensor = Any
 Tensors = dict[
     str, Tensor
@@ -41,24 +40,24 @@ Tensors = dict[
 
 
 class Relayout(NamedTuple):
-    """One way to lay out weights, and back."""
+    """A layout of weights: how it is made, and how it is undone."""
 
-    layout: str  # its name: what ``weight_layout`` says and operators receive as ``layout``
-    takes: Callable[[QuantScheme], bool]  # for which schemes
-    apply: Callable[[ExpertTensor], Tensors]  # a natural tensor to the tensors that change
-    undo: Callable[[ExpertTensor], Tensors]  # a tensor of this layout to the natural ones
-    rows: str = ""  # the order of w13's rows that it makes, "" for the natural one
+    layout: str  # its name: ``weight_layout`` of tensors and ``layout`` of operators
+    takes: Callable[[QuantScheme], bool]  # whether a scheme has it
+    apply: Callable[[ExpertTensor], Tensors]  # natural tensor -> its tensors that change
+    undo: Callable[[ExpertTensor], Tensors]  # tensor of this layout -> its natural tensors
+    rows: str = ""  # order of w13's rows that it makes, "" for the natural one
     on: Callable[[torch.device], bool] | None = (
         None  # where weights lie that want it; None: anywhere
     )
 
 
-# backend -> the relayouts it wants; schemes that none of them takes stay natural
+# backend -> its relayouts; schemes that none of them takes keep the natural layout
 RELAYOUTS: dict[str, tuple[Relayout, ...]] = {}
 
 
 def logical(qdata: Tensor, scheme: str, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, strides) of the weights that ``qdata`` holds."""
+    """(shape, strides) of the weight that ``qdata`` stores."""
     if layout.startswith(FLAT):
         shape, _ = logical(qdata, scheme, layout.removeprefix(FLAT))
         return (math.prod(shape),), (1,)
@@ -80,9 +79,7 @@ def logical(qdata: Tensor, scheme: str, layout: str) -> tuple[tuple[int, ...], t
 
 
 def variants(problem: Problem, backend: str) -> Iterator[Problem]:
-    """The problem with weights as they are, then in each layout that ``backend`` wants of its
-    scheme.
-    """
+    """The problem as it is, then with weights in each layout of ``backend`` for its scheme."""
     yield problem
     w13, w2 = problem.schemes
     for relayout in RELAYOUTS.get(backend, ()) if w13 == w2 else ():

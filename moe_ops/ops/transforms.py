@@ -1,8 +1,8 @@
-"""Derivatives and batches that no operator has a rule for: those of torch.func, and tangents of
-forward-mode AD. An operator refuses tensors that have them, and runs on all others.
+"""Transforms for which operators have no rule: those of torch.func, and forward-mode AD. An
+operator refuses tensors that a transform differentiates or batches, and runs on all others.
 
-The dispatcher asks, so that nothing which calls operators can lose a derivative: eager code,
-graphs of torch.compile with a transform inside, programs that were captured.
+The check is a kernel of the dispatcher, so that no caller of an operator can lose a derivative:
+neither eager code, nor graphs of torch.compile with a transform inside, nor captured programs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_TANGENTS = "moe_ops has no forward-mode derivative (torch.func.jvp, jacfwd, 
 
 
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
-    """Raise RuntimeError where a tensor has a tangent, which an operator would drop."""
+    """Raise RuntimeError if a tensor has a tangent, which an operator would drop."""
     if torch.compiler.is_dynamo_compiling():
         _refuse_compiled_duals()
     for t in tensors:
@@ -62,21 +62,21 @@ def refuse_linearize() -> None:
 
 
 def active() -> bool:
-    """Whether operators might refuse a call of their inputs that torch's own would take."""
+    """Whether a transform is active, under which operators may refuse calls."""
     return forward_ad._current_level >= 0 or bool(innermost())
 
 
 @constant
 def innermost() -> str:
-    """The transform that runs: "Grad", "Jvp", "Vmap" or "Functionalize"; "" outside of all. Dynamo
-    enters those that it traces.
+    """The innermost active transform: "Grad", "Jvp", "Vmap" or "Functionalize"; "" without one.
+    Dynamo enters those that it traces.
     """
     transform = torch._C._functorch.peek_interpreter_stack()
     return "" if transform is None else transform.key().name
 
 
 def refuse(transform: str) -> None:
-    """Raise RuntimeError, which says what to do in place of a transform: "Grad", "Vmap", ..."""
+    """Raise RuntimeError with the alternative to a transform: "Grad", "Vmap", ..."""
     if transform == "Vmap":
         raise RuntimeError(
             "moe_ops cannot be batched by torch.func.vmap: call it once, with the tokens of all "
@@ -94,13 +94,13 @@ def refuse(transform: str) -> None:
 
 
 def under_transforms(op: Callable, differentiable: bool, one_by_one: bool) -> Callable:
-    """What runs an operator inside of a transform: it refuses tensors that the innermost one
-    differentiates or batches. Where there are none it runs the operator one level below.
+    """The kernel of an operator inside of a transform. It refuses tensors that the innermost
+    transform differentiates or batches; without any it runs the operator one level below.
 
     Args:
-        differentiable: torch.autograd has its derivative. Callers choose an operator that has one
-            by the tensors' requires_grad, and transforms hide that of the levels below.
-        one_by_one: run the operator once for each entry of a batch, and do not refuse it.
+        differentiable: autograd has a derivative of the operator. Callers choose such an operator
+            by requires_grad, which transforms hide for the levels below.
+        one_by_one: run the operator once for each entry of a batch instead of refusing it.
     """
 
     def run(*values: Any) -> Any:
@@ -141,7 +141,7 @@ def _require_grad(values: Any) -> bool:
 
 
 def _level(t: Tensor) -> int | None:
-    """That of the transform which wraps a tensor."""
+    """Level of the transform that wraps a tensor."""
     return torch._C._functorch.maybe_get_level(t)
 
 

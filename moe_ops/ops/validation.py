@@ -1,6 +1,6 @@
-"""What no backend may assume: ranks, shapes, dtypes and devices of every argument, checked once
-per call signature. Sizes that depend on the number of tokens are left to experts.py, which
-compares them without guarding on a symbolic size.
+"""Checks of a call's arguments that hold for all backends: ranks, shapes, dtypes and devices, once
+per call signature. experts.py checks sizes that depend on the number of tokens, without guards on
+a symbolic size.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _INTS = (torch.int32, torch.int64)
 
 
 def problem_of(call: Call) -> Problem:
-    """Validate a call and state its problem.
+    """The Problem of a call, whose arguments are checked.
 
     Raises:
-        ValueError: it names the argument and the remedy.
+        ValueError: an argument is wrong; the message names it and the remedy.
     """
     _check_layouts(call)
     if call.options.batch_invariant:
@@ -50,7 +50,7 @@ def problem_of(call: Call) -> Problem:
 
 
 def _refuse_shared_scales(call: Call) -> None:
-    """Raise for schemes whose activations share a scale that follows from all rows of a batch."""
+    """Raise for schemes whose activations share one scale, computed from all rows of a batch."""
     weights: tuple[Weight, ...]
     if isinstance(call, LinearCall):
         weights, arrived = (call.weight,), call.x_scale is not None
@@ -76,8 +76,8 @@ def _refuse_shared_scales(call: Call) -> None:
 
 
 def _check_layouts(call: Call) -> None:
-    """Raise for sparse, nested and other tensors whose elements do not lie one a stride, or not
-    all in this process.
+    """Raise for sparse, nested and other tensors without strides, and for tensors whose elements
+    are not all in this process.
     """
     for name, value in call._asdict().items():
         tensor = value.data if isinstance(value, Weight) else value
@@ -262,7 +262,7 @@ def _linear_problem(call: LinearCall) -> Problem:
 
 
 def _global_rows(**weights: Weight) -> tuple[str, ...]:
-    """Names of the weights of which each row has a global scale."""
+    """Names of the weights with a global scale per row."""
     return tuple([name for name, weight in weights.items() if weight.global_rows])
 
 
@@ -404,7 +404,7 @@ def _check_weights(
 
 
 def _transposed(name: str, weight: Weight, is_transposed: bool) -> str:
-    """What to do about a weight that is stored as (E, columns, rows), behind a semicolon."""
+    """Remedy for a weight that is stored as (E, columns, rows), after a semicolon; else ""."""
     if not is_transposed:
         return ""
     if weight.scheme:
@@ -413,8 +413,8 @@ def _transposed(name: str, weight: Weight, is_transposed: bool) -> str:
 
 
 def _other_gate(w13: tuple, w2: tuple, activation: Activation) -> str:
-    """What to do about w13 (E, N, K) with or without gate rows where w2 says that the activation
-    is of the other kind, behind a semicolon; "" where it does not.
+    """Remedy for w13 (E, N, K) with, or without, gate rows beside a w2 that fits an activation of
+    the other kind, after a semicolon; else "".
     """
     E, N, K = w13
     if activation.gated and w2 in ((E, K, N), (E, N, K)):
@@ -428,15 +428,15 @@ def _other_gate(w13: tuple, w2: tuple, activation: Activation) -> str:
 
 
 def _layouts(w13: Weight, w2: Weight) -> tuple[str, str]:
-    """What must agree of two layouts: of w13's not the order of its rows, behind a colon."""
+    """The parts of two layouts that must agree: w13's without its order of rows, after a colon."""
     return base_layout(w13.layout).partition(":")[0], base_layout(w2.layout)
 
 
 def _check_weight(
     name: str, weight: Weight, x: Tensor, x_name: str, dtype: torch.dtype
 ) -> tuple[int, int, int]:
-    """The logical (E, N, K) of a weight. Plain ones have the dtype of x's values, or if x arrives
-    quantized of the output.
+    """The logical (E, N, K) of a weight. A plain weight must have the dtype of x's values, or if x
+    arrives quantized that of the output.
     """
     data, stored = weight.data, _shape(weight.data)
     check_rank(name, data, "(E, N, K)")
@@ -473,7 +473,7 @@ def _check_weight(
 def _check_scales(
     name: str, weight: Weight, scheme: QuantScheme, shape: tuple, device: torch.device
 ) -> None:
-    """Raise unless a quantized weight has the scales of its scheme, of the right shapes, on the
+    """Raise unless a quantized weight has the scales of its scheme, in their shapes and on the
     device.
     """
     num_experts, n, k = shape

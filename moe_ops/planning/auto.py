@@ -1,4 +1,6 @@
-"""The tiered op: it picks the tier from the real M and calls launchers, never ops."""
+"""The op of plans with several tiers. Its launcher picks the tier from the real M and calls the
+launcher of that backend.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ _parse_tiers = functools.lru_cache(maxsize=256)(_parse)
 
 
 def forget() -> None:
-    """Parse tiers again: the backends are others.
+    """Parse tiers anew after the backends changed.
 
-    In a new cache: into the one before, another thread may yet put what it parsed.
+    Into a new cache, because another thread may still add to the old one.
     """
     global _parse_tiers
     _parse_tiers = functools.lru_cache(maxsize=256)(_parse)
 
 
 def _launch_auto(kind: str, rows_of: int) -> Callable[[Any], None]:
-    """Launcher of the tiered op; `rows_of` is the dimension of the output that holds M."""
+    """Launcher of the tiered op; `rows_of` is the dimension of the output that is M."""
 
     def launch(args: Any) -> None:
         _of_rows(_parse_tiers(args.options.tiers_text), args[0].shape[rows_of]).launch[kind](args)
@@ -39,7 +41,7 @@ def _launch_auto(kind: str, rows_of: int) -> Callable[[Any], None]:
 
 
 def _of_rows(tiers: tuple[tuple[int, Backend], ...], rows: int) -> Backend:
-    """The backend of the tier that so many rows fall into."""
+    """The backend of the tier that contains `rows`."""
     for limit, backend in tiers:
         if limit < 0 or rows <= limit:
             return backend
@@ -61,9 +63,9 @@ AUTO = library.register(
 
 
 def served_by(op: Any, values: Sequence[Any]) -> tuple[Backend, int] | None:
-    """The backend that runs an operator called with these arguments, and their number of rows.
+    """The backend that runs an operator with these arguments, and the number of rows.
 
-    None for operators of no backend: routers, training products.
+    None for operators that belong to no backend: those of routers and of training.
     """
     for backend in (*backends.BACKENDS, AUTO):
         for kind, known in backend.operators.items():

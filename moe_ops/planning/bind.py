@@ -1,4 +1,4 @@
-"""Plans bound to calls: looked up by what they depend on, and run."""
+"""Eager calls: find the plan of an earlier call that was alike, allocate, and run the op."""
 
 from __future__ import annotations
 
@@ -28,22 +28,20 @@ _deterministic = torch._C._get_deterministic_algorithms
 
 
 class BoundPlan:
-    """A plan at hand for a call: what to allocate, remembered per M outside of graphs, and how to
-    run it.
+    """A plan that is ready to run: its op or kernel, and the buffers to allocate for each M, which
+    eager calls remember.
     """
 
     __slots__ = ("op", "kernel", "options", "plan", "shapes", "tiers")
 
     def __init__(self, plan: plans.Plan):
         self.plan, self.op, self.options = plan, plan.op, plan.options
-        self.kernel: Callable | None = None  # eager calls have it
+        self.kernel: Callable | None = None  # for eager calls
         self.shapes: dict[int, list] = {}
-        self.tiers: tuple[tuple[int, BoundPlan], ...] = ()  # of a tiered plan, each tier alone
+        self.tiers: tuple[tuple[int, BoundPlan], ...] = ()  # (largest M, plan of that tier alone)
 
     def split(self) -> BoundPlan:
-        """Let calls whose M is known run their tier's operator, with no larger workspaces than it
-        needs, or the kernel that it would call.
-        """
+        """Specialize the plan to known M: each tier's own op or kernel, and workspace sizes."""
         self.kernel = self.plan.kernel
         if len(self.plan.tiers) > 1:
             alone = [
@@ -54,10 +52,10 @@ class BoundPlan:
         return self
 
     def run(self, call: Call, M: int, direct: bool = False) -> Tensor:
-        """Allocate the output, and workspaces for M rows; call the op.
+        """Allocate the output and workspaces for M rows, and call the op.
 
-        `direct`: what the op would call is called, because the dispatcher has nothing to do. That
-        saves the cost of handing arguments to C++ and back.
+        `direct`: the dispatcher would do nothing but call the kernel, so call it past the
+        dispatcher, which saves the conversion of all arguments to C++ and back.
         """
         if torch.compiler.is_compiling() or type(M) is not int:
             device = call.hidden_states.device
@@ -75,15 +73,15 @@ class BoundPlan:
         return buffers[0]
 
     def alone(self, M: int) -> BoundPlan:
-        """The plan of M rows alone."""
+        """The plan of the tier that M rows fall into."""
         for limit, alone in self.tiers:
             if limit < 0 or limit >= M:
                 return alone
         return self
 
     def shortcut(self, call: Call) -> Shortcut | None:
-        """What runs calls with tensors like these by their addresses, where the backend has such
-        a way.
+        """The backend's shortcut for calls with tensors like these, which takes addresses; None
+        without one.
         """
         plan = self.plan
         make = plan.tiers[0][1].shortcut
@@ -105,7 +103,7 @@ class BoundPlan:
                 (size, make_contiguous_strides_for(size), t) for size, t in buffers
             ]
         empty, device = None, call.hidden_states.device
-        # determinism may mean that torch.empty fills what it allocates
+        # under deterministic algorithms torch.empty may have to fill the memory
         direct = direct and not _deterministic()
         if direct and (device.index is None or device.index == current_device()):
             empty = EMPTY_STRIDED.get(device.type)
@@ -119,22 +117,22 @@ _MOST_KNOWN = 32
 
 
 class _Known(NamedTuple):
-    """A plan and the calls that follow it, whose tensors `check` finds to be like those of the
-    first one: types, sizes but M, strides, dtypes, devices and dispatch keys.
+    """A plan, and the guards that find whether a call's tensors are like those it was made for, in
+    types, sizes but M, strides, dtypes, devices and dispatch keys.
     """
 
     check: Callable[..., bool]
     bound: BoundPlan
-    check_rows: Callable[[Call], None]  # where there is a shortcut
+    check_rows: Callable[[Call], None]  # before the shortcut
     shortcut: Shortcut | None
 
 
 class _Alike(NamedTuple):
-    """What is known of calls with equal options, types of tensors and shape of w13: a model of
-    many kinds of layers does not check them all.
+    """The known plans of calls with equal options, types of tensors and shape of w13. With this
+    key a model of many kinds of layers checks few guards per call.
     """
 
-    pick: Callable[[tuple], tuple]  # the tensors among those that may be None
+    pick: Callable[[tuple], tuple]  # the tensors that are not None
     known: tuple[_Known, ...]  # the newest first
 
 
@@ -144,8 +142,8 @@ _alike: dict[tuple, _Alike] = {}
 def run(call: Call, backend: str) -> Tensor:
     """The result of a call that records no gradients.
 
-    Guards hold where the dispatcher would take plain tensors to the kernel as they are: it is not
-    asked, unless a mode or a profiler listens.
+    Where guards hold, the dispatcher would pass the tensors to the kernel unchanged. So it is
+    skipped, unless a mode or a profiler is active.
     """
     if torch.compiler.is_compiling():
         return look_up(call, backend).run(call, call.num_tokens)
@@ -165,7 +163,7 @@ def run(call: Call, backend: str) -> Tensor:
 
 
 def look_up(call: Call, backend: str) -> BoundPlan:
-    """The plan of a call, of eager ones that of the first like it."""
+    """The plan of a call; for eager calls that of an earlier one that was alike."""
     if torch.compiler.is_compiling():
         return BoundPlan(make_plan(call, backend))
     return _find(call, backend)[1]
@@ -178,16 +176,16 @@ def make_plan(call: Call, backend: str) -> plans.Plan:
 
 
 def _find(call: Call, backend: str) -> tuple[_Known | None, BoundPlan, tuple[Tensor, ...]]:
-    """What is known of an eager call, its plan, and its tensors."""
-    alike, tensors = _alike, call.tensors()  # should another thread register a backend meanwhile
+    """The known plan of an eager call, or None and a new plan; and the tensors that were given."""
+    alike, tensors = _alike, call.tensors()  # read once: another thread may register a backend
     types = tuple(map(type, tensors))
     key: tuple | None
     try:
-        # by its type, too: 2.0 equals 2, and is to be refused
+        # with its type, because 2.0 equals 2 and must be refused
         bytes_type = type(call.options.max_workspace_bytes)
         key = (backend, call.static(), bytes_type, cast(Tensor, tensors[1]).shape, types)
         found = alike.get(key)
-    except (TypeError, RuntimeError):  # sizes without a hash, where make_fx traces; no sizes
+    except (TypeError, RuntimeError):  # symbolic sizes of make_fx have no hash; or no sizes at all
         key = found = None
     if found is not None and machines.pretended is None:
         given = found.pick(tensors)
@@ -214,16 +212,17 @@ def _find(call: Call, backend: str) -> tuple[_Known | None, BoundPlan, tuple[Ten
             alike.clear()
         at = [i for i, tensor in enumerate(tensors) if tensor is not None]
         found = _Alike(operator.itemgetter(*at), ())
-    newest = new._replace(shortcut=bound.shortcut(call))  # from the next call on
+    newest = new._replace(shortcut=bound.shortcut(call))  # for the next calls
     alike[key] = found._replace(known=(newest, *found.known[: _MOST_KNOWN - 1]))
     return new, bound, given
 
 
 def _guards(call: Call) -> Callable[..., bool] | None:
-    """Whether tensors are like those of a call: any number of rows where they have M, and there
-    with any strides but that of their columns if it is one. By what torch.compile guards graphs
-    with. None where this torch has no such guards, or they know no call with one tensor in two
-    places: it is planned each time.
+    """The guards of torch.compile as a check whether tensors are like those of a call. Those with
+    M may have any number of rows, and any strides except that columns of stride 1 must keep it.
+
+    None if this torch has no such guards, or if one tensor is given twice, for which they never
+    hold. Such calls are planned each time.
     """
     (dim, of_rows), x = call.rows(), call.hidden_states
     tensors, sizes, strides = [], [], []
@@ -241,15 +240,14 @@ def _guards(call: Call) -> Callable[..., bool] | None:
     try:
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         return guards.check if guards.check(*tensors) is True else None
-    except Exception:  # they are private to torch, which may change them
+    except Exception:  # the guards are private to torch and may change
         return None
 
 
 def forget() -> None:
-    """Plan all calls again: the backends are others.
+    """Plan all calls anew after the backends changed.
 
-    A new dict, so that a call that plans in another thread does not put its old plan among the
-    new ones.
+    With a new dict, so that a thread that is planning cannot add its old plan to it.
     """
     global _alike
     _alike = {}

@@ -1,4 +1,4 @@
-"""Facts of the machine that a call runs on, looked up once and constants to the compiler."""
+"""Facts of the machine, looked up once per device. They are constants in traced code."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _machine_facts_cached = functools.cache(_find_machine_facts)
 
 
 def forget() -> None:
-    """Look the facts up again: the backends are others.
+    """Look the facts up anew after the backends changed.
 
-    In a new cache: into the one before, another thread may yet put what it found.
+    Into a new cache, because another thread may still add to the old one.
     """
     global _machine_facts_cached
     _machine_facts_cached = functools.cache(_find_machine_facts)
 
 
 def machine(device: torch.device) -> Machine:
-    """The Machine that tensors on `device` run on."""
+    """The Machine of calls with tensors on `device`."""
     if pretended is not None:
         return pretended
     index = device.index
@@ -50,7 +50,7 @@ pretended: Machine | None = None  # in a `pretend` block
 
 
 class pretend:
-    """Context manager that plans for another Machine, such as a GPU that is not here."""
+    """Context manager in which calls are planned for another Machine, such as an absent GPU."""
 
     def __init__(self, machine: Machine):
         self.machine = machine

@@ -1,4 +1,4 @@
-"""register_backend(): somebody else's backend, beside our own."""
+"""register_backend(): add a backend from outside of the package."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from moe_ops.planning import auto, bind, machine
 
 
 def register_backend(backend: Backend) -> None:
-    """Add a backend of another package: "auto" considers it, and `backend=` takes its name, from
-    the next call on.
+    """Add a backend of another package. From the next call on "auto" considers it, and `backend=`
+    takes its name.
 
-    Compiled functions that plan with `backend="auto"` plan again. Where nothing was measured it is
-    preferred to "torch" and to backends that would emulate a scheme which it runs natively; its
-    `claim` may say more. docs/add_a_backend.md shows a whole one.
+    Compiled functions that plan with `backend="auto"` are planned anew. Where nothing was measured
+    it is preferred to "torch", and to backends that emulate a scheme which it runs natively; its
+    `claim` may put it before others. docs/add_a_backend.md has a complete example.
 
     Args:
-        backend: what `moe_ops.backend.register` returned.
+        backend: the result of `moe_ops.backend.register`.
 
     Raises:
-        ValueError: it is no Backend, its name is taken, or it says that it is differentiable.
+        ValueError: it is not a Backend, its name is taken, or it claims to be differentiable.
     """
     if not isinstance(backend, Backend):
         raise ValueError(
@@ -39,7 +39,7 @@ def register_backend(backend: Backend) -> None:
 
 
 def replace_backends(new: tuple[Backend, ...]) -> None:
-    """Let these be all backends, in this order, and forget what was known of the others."""
+    """Replace all backends by these, in this order, and forget plans and facts of the old ones."""
     backends.BACKENDS = new
     for module in (machine, auto, bind):
         module.forget()

@@ -1,8 +1,8 @@
-"""Who runs a call that records gradients: kernels around the grouped products of a backend, or
-plain torch. `explain(training=True)` says it, and the operators of `autograd` follow it.
+"""The plan of a call that records gradients: kernels around the grouped products of a backend, or
+plain torch. The operators of `autograd` follow it, and `explain(training=True)` prints it.
 
-Operators ask themselves, because only they know the addresses of tensors, and a graph may run on
-another machine than that which captured it.
+Each operator plans for itself, because only there tensors have addresses, and because a graph may
+run on another machine than the one that captured it.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from moe_ops.ops.memory import addressable
 from moe_ops.ops.products import Products
 from moe_ops.schemes import get_scheme
 
-PORTABLE = grouped_mm.PORTABLE  # the products that run everywhere, of quantized weights too
-_MULTIPLE = 8  # of sizes: rows of 16-bit numbers begin at multiples of 16 bytes
-# Compute capabilities (major numbers) for which torch builds its grouped product, and the most
-# experts it takes. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets to the host
-# and loops over experts.
+PORTABLE = grouped_mm.PORTABLE  # products for every device, also of quantized weights
+_MULTIPLE = 8  # divides all sizes, so that rows of 16-bit elements start at multiples of 16 bytes
+# Major compute capabilities for which torch builds its grouped product, and its largest number of
+# experts. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets to the host and loops
+# over the experts.
 _GROUPED_MM_ON, _MOST_EXPERTS = (9, 10), 1023
 
 
 class TrainingPlan(NamedTuple):
-    """Who runs forward and backward pass."""
+    """What runs the forward and the backward pass."""
 
-    why_plain: str | None  # why plain torch runs them; None: kernels do
-    products: Products  # with plain weights
+    why_plain: str | None  # why plain torch does; None: kernels do
+    products: Products  # for plain weights
 
 
 def plan(call: ExpertsCall, matrices: Sequence[Tensor] = ()) -> TrainingPlan:
-    """The plan of a call whose adapters have these matrices. Each operator asks once."""
+    """The plan of a call whose adapters have these matrices."""
     reason = why_not_kernels(call, matrices)
-    plain = not (call.w13.scheme and call.w2.scheme)  # else nothing is asked or loaded for them
+    plain = not (call.w13.scheme and call.w2.scheme)  # else no library of products is loaded
     fast = reason is None and plain
     return TrainingPlan(reason, _products(call.hidden_states) if fast else PORTABLE)
 
 
 def _products(x: Tensor) -> Products:
-    """The first products in order of preference that there are for the device of x."""
+    """The preferred products among those that run on the device of x."""
     if cutlass.takes(x):
         return cutlass.PRODUCTS
     return grouped_mm.NATIVE if x.is_cuda else PORTABLE
 
 
 def why_not_kernels(call: ExpertsCall, matrices: Sequence[Tensor] = ()) -> str | None:
-    """Why plain torch runs a call; None if kernels do."""
+    """Reason why plain torch runs a call; None if kernels do."""
     x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
     if matrices:
         if call.options.batch_invariant:
@@ -96,7 +96,7 @@ def why_not_kernels(call: ExpertsCall, matrices: Sequence[Tensor] = ()) -> str |
 
 
 def explanation(call: ExpertsCall) -> str:
-    """How forward and backward pass of a call run, in words."""
+    """What runs the forward and the backward pass of a call, in words."""
     reason, products = plan(call)
     if reason:
         return f"plain torch, because {reason}"
