@@ -1,4 +1,4 @@
-"""Quantized checkpoints as they are: safetensors files with their authors' tensor names.
+"""Quantized checkpoints as they are: safetensors or GGUF files with their authors' tensor names.
 
 `Checkpoint(folder).expert_weight(...)` reads one weight of a layer's experts. transformers models
 load through `moe_ops.integrations.transformers`, which uses the same code. Formats:

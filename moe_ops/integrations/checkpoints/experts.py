@@ -29,6 +29,7 @@ from moe_ops.integrations.checkpoints.common import (
 from moe_ops.integrations.checkpoints.compressed_tensors import check_transforms
 from moe_ops.integrations.checkpoints.configs import config_for
 from moe_ops.integrations.checkpoints.formats import FACTORS, ROLES, Format, format_of
+from moe_ops.integrations.checkpoints.gguf import GgufFiles, is_gguf
 from moe_ops.integrations.checkpoints.loading import Loader
 from moe_ops.integrations.checkpoints.weights import (
     BIAS,
@@ -45,11 +46,12 @@ from moe_ops.schemes import QuantScheme
 
 
 class Checkpoint:
-    """A checkpoint of safetensors files.
+    """A checkpoint of safetensors files, or a GGUF file.
 
     Args:
         path: its folder, whose ``model.safetensors.index.json`` says which files and tensors
-            count; an index; or one of its files or a list of them.
+            count; an index; or one of its files or a list of them. A ``.gguf`` file, of one that
+            is split any part.
         quantization_config: what config.json says of the quantization, as a dict; read from the
             folder by default. {}: nothing, so that the tensors' names, dtypes and shapes alone
             tell.
@@ -59,11 +61,13 @@ class Checkpoint:
     """
 
     def __init__(self, path: Any, quantization_config: dict[str, Any] | None = None):
-        self.files = files.TensorFiles(path)
+        self.files = GgufFiles(path) if is_gguf(path) else files.TensorFiles(path)
         folder = self.files.files[0].parent
         self._count = files.number_of_experts(folder) if self.files.is_whole else None
         self._said_in = ""
-        if quantization_config is None:
+        if quantization_config is None and is_gguf(path):
+            quantization_config = {}
+        elif quantization_config is None:
             quantization_config, file = files.quantization_config(folder)
             self._said_in = f"{file}: "
         if not isinstance(quantization_config, dict):
@@ -86,10 +90,12 @@ class Checkpoint:
         """One weight of a layer's experts, as `moe_ops.fused_experts` takes it.
 
         Args:
-            experts: what the names of its tensors begin with, e.g. "model.layers.0.mlp.experts".
+            experts: what the names of its tensors begin with, e.g. "model.layers.0.mlp.experts",
+                in a GGUF file "blk.0".
             projections: what follows the expert's number, in the order in which their rows are
                 stacked: ("gate_proj", "up_proj") for w13, ("down_proj",) for w2; or one name of a
-                stacked weight, e.g. ("gate_up_proj",) for ``gate_up_proj_blocks``.
+                stacked weight, e.g. ("gate_up_proj",) for ``gate_up_proj_blocks``. In a GGUF
+                file ("ffn_gate_exps", "ffn_up_exps") and ("ffn_down_exps",).
             scheme: of a plain checkpoint, how to quantize it (None: not at all). Of a quantized
                 one, the scheme its weights are used with, e.g. "nvfp4_w4a16" instead of "nvfp4".
             expert_ids: which experts to read, such as `Placement.experts_of(rank)`, in their

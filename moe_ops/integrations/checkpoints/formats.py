@@ -13,13 +13,14 @@ Dimensions: N rows (outputs), K columns (inputs), g columns of one scale group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_ops.integrations.checkpoints import floats, integers, mlx
+from moe_ops.integrations.checkpoints import floats, ggml, integers, mlx
 from moe_ops.integrations.checkpoints.common import FLOATS, Config, Matrix
 
 
@@ -45,6 +46,7 @@ class Format:
     # why a stack cannot be read for a model that keeps (E, K, N), of which the shapes do not tell
     # whether columns come first; {} is its dtype
     turned: str = ""
+    blocks: str = ""  # of ggml: the type of those that "weight" is
 
 
 _PLAIN = "; load the plain checkpoint with MoeOpsConfig(scheme)"
@@ -71,15 +73,23 @@ def format_of(tensors: dict, where: str) -> Format | None:
     for role in tensors:
         if role not in ROLES:
             raise ValueError(f"{role} beside {where} must be absent: {why_refused(role)}")
+    blocks = tensors["weight"].blocks if "weight" in tensors else ""
+    if blocks and blocks not in ggml.SCHEMES_OF:
+        raise ValueError(
+            f"{where} must have a type of ggml that moe_ops reads, "
+            f"{', '.join(ggml.SCHEMES_OF)}, got {blocks}; quantize the model again"
+        )
     for form in FORMATS:
         roles = {*form.required, *form.optional}
+        if form.blocks != blocks:
+            continue
         if not set(form.required) <= tensors.keys() <= roles:
             continue
         if not form.dtypes or tensors["weight"].dtype in form.dtypes:
             return form
     if tensors.keys() == {"weight"} and tensors["weight"].dtype in FLOATS:
         return None
-    known = "; ".join(f"{f.name}: {', '.join(f.required)}" for f in FORMATS)
+    known = "; ".join(f"{f.name}: {', '.join(f.required)}" for f in FORMATS if not f.blocks)
     found = ", ".join(
         f"{role} ({str(t.dtype).removeprefix('torch.')})" for role, t in tensors.items()
     )
@@ -210,6 +220,18 @@ FORMATS = (
         floats.describe_torchao,
         floats.convert_torchao,
         tells=True,
+    ),
+    *(
+        Format(
+            f"GGUF's {name}",
+            ("weight",),
+            (ggml.FACTOR, ggml.IGNORED) if name == "NVFP4" else (),
+            functools.partial(ggml.describe, name),
+            functools.partial(ggml.convert, name),
+            tells=True,
+            blocks=name,
+        )
+        for name in ggml.SCHEMES_OF
     ),
 )
 ROLES = tuple(sorted({role for f in FORMATS for role in (*f.required, *f.optional)}))

@@ -54,6 +54,7 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int  # byte offset in the file
+    blocks: str = ""  # of ggml: the type of those that its bytes are
 
     @property
     def bytes(self) -> int:

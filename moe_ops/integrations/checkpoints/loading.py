@@ -182,9 +182,12 @@ class Loader:
         """
         weight = self.weight
         roles = ("weight_scale",) if weight.scheme in BY_ROWS else floats.GLOBAL_SCALES
-        role = next((role for role in roles if role in weight.sources[0][0]), None)
+        firsts = [projection[0] for projection in weight.sources]
+        role = next((role for role in roles if any(role in first for first in firsts)), None)
         if role is None or len(weight.sources) == 1:
             return False
+        if any(role not in first for first in firsts):  # of GGUF, where a missing one is 1
+            return True
         experts = [*zip(*weight.sources, strict=True)]
         scales = iter(self.files.read_all(source[role] for expert in experts for source in expert))
         for first, *others in zip(*[scales] * len(weight.sources), strict=True):
@@ -220,7 +223,7 @@ class Loader:
             ]
             stacks = [t.view(len(weight.experts), -1, t.shape[-1]) for t in stacks]  # if joined
             for parts in zip(*stacks, strict=True):
-                rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+                rows = join_rows([*parts], weight.in_turn)
                 yield rows.T if weight.columns_first else rows
             return
         for e in weight.experts:

@@ -5,7 +5,7 @@ its reading.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +58,8 @@ class Assignment:
         checkpoint: what it is loaded from.
         scheme: that plain experts are quantized to, or quantized ones used with; None: their own.
         own_names: `save_pretrained` wrote quantized experts, under the model's own names.
+        in_order: of a GGUF file, which holds all of a model: the values of a matrix by its name,
+            with their rows in the model's order.
 
     Attributes:
         layers: of each parameter of experts its layer and its name there.
@@ -75,9 +77,10 @@ class Assignment:
         checkpoint: Checkpoint,
         scheme: str | None,
         own_names: bool,
+        in_order: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         self.model, self.checkpoint, self.scheme = model, checkpoint, scheme
-        self.own_names = own_names
+        self.own_names, self._in_order = own_names, in_order
         self.files = checkpoint.files
         self.layers: dict[str, tuple[Layer, str]] = {
             layer.parameter_name(name): (layer, name)
@@ -257,7 +260,7 @@ class Assignment:
         for name in sorted(missing - tied):
             if _matches(ignored, name):
                 continue
-            if name.startswith(blocks) and name in parameters:
+            if self._in_order or (name.startswith(blocks) and name in parameters):
                 raise ValueError(self._no_tensor(name, unclaimed))
             module = name.rpartition(".")[0] + "."
             beside = (t for t, target in spare.items() if target.startswith(module))
@@ -320,7 +323,7 @@ class Assignment:
         sources = found.matrices()
         if layer.real is not None:
             sources = tuple(projection[: expected[0]] for projection in sources)
-        columns_first = layer.columns_first(name)
+        columns_first = self._in_order is None and layer.columns_first(name)
         weight = self.checkpoint.plan(
             target,
             sources,
@@ -427,9 +430,10 @@ class Assignment:
         if target in self.biases:
             return self._biases(target, device).to(dtype)
         source = self.matrices[target]
-        if source.keys() == {"weight"}:
+        if source.keys() == {"weight"} and not self._first(source).blocks:
             return self.files.read(source["weight"], device).to(dtype)
-        return self.checkpoint.matrix(target, source, dtype, device)
+        values = self.checkpoint.matrix(target, source, dtype, device)
+        return values if self._in_order is None else self._in_order(target, values)
 
     def _experts(self, target: str, device: torch.device | str) -> Tensor:
         layer, name = self.layers[target]

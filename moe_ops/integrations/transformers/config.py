@@ -30,6 +30,7 @@ class MoeOpsConfig(QuantizationConfigMixin):
     """
 
     of_file = False  # whether nobody gave it to from_pretrained
+    gguf: Any = None  # while a GGUF file is loaded: its Checkpoint, and the names of its tensors
 
     def __init__(
         self,
@@ -59,7 +60,8 @@ class MoeOpsConfig(QuantizationConfigMixin):
         return super().from_dict(config_dict, *args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().to_dict().items() if name != "of_file"}
+        gone = ("of_file", "gguf")
+        return {name: value for name, value in super().to_dict().items() if name not in gone}
 
 
 class _ModelOptConfig(MoeOpsConfig):

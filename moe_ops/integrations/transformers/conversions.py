@@ -239,7 +239,8 @@ def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> l
         if any_expert(module) in taken:
             continue
         entries = {r: checkpoint.files.entries[t] for r, t in tensors.items() if r != FACTORS}
-        if entries.keys() == {"weight"} or not _is_quantized(entries):
+        alone = entries.keys() == {"weight"} and not entries["weight"].blocks
+        if alone or not _is_quantized(entries):
             continue
         target, pattern = loading.rename_source_key(f"{module}.weight", renamings, experts)
         if pattern is not None:

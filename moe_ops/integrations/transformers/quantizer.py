@@ -77,7 +77,10 @@ class MoeOpsQuantizer(HfQuantizer):
         checkpoint_files: Any = None,
         **kwargs: Any,
     ) -> None:
-        if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
+        config: Any = self.quantization_config
+        gguf, config.gguf = config.gguf, None
+        safetensors = checkpoint_files and str(checkpoint_files[0]).endswith(".safetensors")
+        if gguf is None and not safetensors:
             raise ValueError(
                 f"quantized experts are loaded from safetensors files, got {checkpoint_files}; "
                 "convert the checkpoint, or load it plain and call "
@@ -86,7 +89,10 @@ class MoeOpsQuantizer(HfQuantizer):
         # what reads checkpoints is not imported where none is read
         from moe_ops.integrations.transformers.assignment import Assignment
 
-        self._assignment = Assignment.of_files(model, checkpoint_files, self.quantization_config)
+        if gguf is not None:
+            self._assignment = Assignment(model, gguf[0], config.scheme, False, gguf[1].in_order)
+        else:
+            self._assignment = Assignment.of_files(model, checkpoint_files, config)
 
     def update_weight_conversions(
         self, weight_conversions: list, model: PreTrainedModel | None = None

@@ -1,0 +1,236 @@
+"""GGUF files in `from_pretrained`: names, configurations, values and refusals."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.support import gguf
+from tests.support.paths import ROOT
+
+transformers = pytest.importorskip("transformers")
+files = pytest.importorskip("safetensors.torch")
+
+from moe_ops.integrations.transformers import MoeOpsConfig
+from moe_ops.tensors import ExpertTensor
+from tests.integrations.transformers.test_families import relative
+
+FIXTURES = ROOT / "tests" / "fixtures" / "gguf"
+IDS = torch.tensor([[3, 17, 101, 42, 7, 122, 99, 12, 64, 33, 73, 5, 77, 20, 9, 52]])
+SCHEMES = {  # of w13 and of w2
+    "gpt_oss-MXFP4_MOE": ("mxfp4_w4a16", "mxfp4_w4a16"),
+    "mixtral-Q8_0": ("int8_w8a16:g32", "int8_w8a16:g32"),
+    "qwen2moe-IQ4_XS": ("int8_w8a16:g32", "int8_w8a16:g32"),
+    "qwen3moe-NVFP4": ("nvfp4_w4a16", "nvfp4_w4a16"),
+    "qwen3moe-Q4_0": ("int4_w4a16:g32", "int4_w4a16:g32"),
+    "qwen3moe-tall-Q4_K_M": ("int8_w8a16:g32", "custom:int8,1x16,same"),
+    "qwen3moe-tall-Q5_K_S": ("int8_w8a16:g32:min", "int8_w8a16:g32:min"),
+    "qwen3moe-wide-Q4_K_M": ("int4_w4a16:g32:min", "int8_w8a16:g32"),
+}
+
+
+def load(folder, scheme=None, **options):
+    options = {"dtype": torch.float32, "gguf_file": "model.gguf"} | options
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=MoeOpsConfig(scheme), **options
+    )
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def change(name, folder, fields=None, tensors=None):
+    """A fixture with other fields and tensors; those that are None are left out."""
+    said, found, _ = gguf.read((FIXTURES / name / "model.gguf").read_bytes())
+    said, found = said | (fields or {}), found | (tensors or {})
+    said = {key: value for key, value in said.items() if value is not None}
+    said = {key: value for key, value in said.items() if not key.startswith("tokenizer.ggml.to")}
+    gguf.write(folder / "model.gguf", said, {n: t for n, t in found.items() if t is not None})
+    return found
+
+
+@pytest.mark.parametrize("name", [*SCHEMES])
+def test_files_of_llama_cpp(name, tmp_path):
+    expected = files.load_file(FIXTURES / name / "expected.safetensors")
+    shutil.copy(FIXTURES / name / "model.gguf", tmp_path)  # all that there is
+    model = load(tmp_path)
+    assert relative(logits(model), expected["logits"]) < 1e-6
+    for parameter in [n.removeprefix("probe:") for n in expected if n.startswith("probe:")]:
+        weight = model.get_parameter(parameter)
+        generator = torch.Generator().manual_seed(5)
+        vector = torch.randn(weight.shape[-1], generator=generator, dtype=torch.float64)
+        found = (weight.dequantize().double() @ vector).float()
+        assert relative(found, expected[f"probe:{parameter}"]) < 1e-6
+    block = model.model.layers[0].mlp.experts
+    assert (block.gate_up_proj.scheme, block.down_proj.scheme) == SCHEMES[name]
+    assert model.config._name_or_path == str(tmp_path)
+
+
+def test_a_loaded_model_generates_and_is_saved(tmp_path):
+    shutil.copy(FIXTURES / "mixtral-Q8_0" / "model.gguf", tmp_path)
+    model = load(tmp_path)
+    tokens = model.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model))
+    for layer in model.model.layers:  # the same in plain weights
+        for name in ("gate_up_proj", "down_proj"):
+            plain = getattr(layer.mlp.experts, name).dequantize()
+            setattr(layer.mlp.experts, name, torch.nn.Parameter(plain))
+    model.config.experts_implementation = "eager"
+    assert torch.equal(
+        tokens, model.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    )
+
+
+def test_class_of_a_model_path_of_a_file_and_default_dtype(tmp_path):
+    name = "qwen3moe-Q4_0"
+    expected = files.load_file(FIXTURES / name / "expected.safetensors")["logits"]
+    path = FIXTURES / name / "model.gguf"
+    model, info = transformers.Qwen3MoeForCausalLM.from_pretrained(
+        tmp_path,
+        gguf_file=path,
+        quantization_config=MoeOpsConfig(),
+        output_loading_info=True,
+    )
+    assert model.dtype == torch.bfloat16
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert relative(logits(model).float(), expected) < 0.05
+
+
+def test_a_configuration_of_ones_own(tmp_path):
+    shutil.copy(FIXTURES / "qwen3moe-Q4_0" / "model.gguf", tmp_path)
+    config = load(tmp_path).config
+    del config.quantization_config, config.experts_implementation
+    config.norm_topk_prob = False
+    model = load(tmp_path, config=config)
+    assert not model.config.norm_topk_prob
+    assert relative(logits(model), logits(load(tmp_path))) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-Q4_0", "gpt_oss-MXFP4_MOE"])
+@pytest.mark.parametrize("scheme", [None, "int8_w8a16:channel"])
+def test_plain_experts(name, scheme, tmp_path):
+    """Experts of fp32; of gpt_oss, whose parameters have columns before rows."""
+    _, tensors, _ = gguf.read((FIXTURES / name / "model.gguf").read_bytes())
+    plain = {
+        n: ("F32", shape, gguf.values(kind, content, shape).tobytes())
+        for n, (kind, shape, content) in tensors.items()
+        if n.endswith("_exps.weight")
+    }
+    change(name, tmp_path, tensors=plain)
+    model = load(tmp_path, scheme)
+    expected = files.load_file(FIXTURES / name / "expected.safetensors")["logits"]
+    assert relative(logits(model), expected) < (2e-2 if scheme else 1e-6)
+    weight = model.model.layers[0].mlp.experts.down_proj
+    assert isinstance(weight, ExpertTensor) == (scheme is not None)
+
+
+def test_embedding_without_an_output_is_both(tmp_path):
+    tensors = change("qwen3moe-Q4_0", tmp_path, tensors={"output.weight": None})
+    model = load(tmp_path)
+    kind, shape, content = tensors["token_embd.weight"]
+    wanted = torch.from_numpy(gguf.values(kind, content, shape))
+    assert torch.equal(model.model.embed_tokens.weight, wanted)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_shared_gate_may_be_a_matrix(tmp_path):
+    name = "blk.0.ffn_gate_inp_shexp.weight"
+    _, tensors, _ = gguf.read((FIXTURES / "qwen2moe-IQ4_XS" / "model.gguf").read_bytes())
+    kind, shape, content = tensors[name]
+    change("qwen2moe-IQ4_XS", tmp_path, tensors={name: (kind, (1, *shape), content)})
+    expected = files.load_file(FIXTURES / "qwen2moe-IQ4_XS" / "expected.safetensors")["logits"]
+    assert relative(logits(load(tmp_path)), expected) < 1e-6
+
+
+def test_positions_are_scaled_as_the_file_says(tmp_path):
+    key = "qwen3moe.rope.scaling."
+    yarn = {f"{key}type": "yarn", f"{key}factor": 4.0, f"{key}original_context_length": 32}
+    change("qwen3moe-Q4_0", tmp_path, yarn)
+    assert load(tmp_path).config.rope_parameters == {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+
+
+Q = "qwen3moe."
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({f"{Q}{key}": None}, f"{Q}{key} of .*model.gguf must be a positive")
+        for key in (
+            "embedding_length",
+            "block_count",
+            "context_length",
+            "attention.head_count",
+            "attention.head_count_kv",
+            "expert_used_count",
+            "expert_feed_forward_length",
+            "attention.layer_norm_rms_epsilon",
+            "rope.freq_base",
+        )
+    ]
+    + [
+        ({f"{Q}expert_count": None}, "qwen3moe.expert_count of .* must be a positive integer"),
+        ({f"{Q}rope.freq_basis": 3.0}, "rope.freq_basis of .* must be a field that moe_ops knows"),
+        ({f"{Q}attention.value_length": 8}, "value_length of .* must be 16"),
+        ({f"{Q}rope.dimension_count": 8}, "rope.dimension_count of .* must be 16"),
+        ({f"{Q}vocab_size": 127}, "vocab_size of .* must be 128"),
+        ({f"{Q}rope.scaling.factor": 2.0}, "rope.scaling.factor of .* must be beside"),
+        (
+            {f"{Q}rope.scaling.type": "longrope"},
+            "rope.scaling.type of .* must be 'none', 'linear'",
+        ),
+        ({f"{Q}expert_feed_forward_length": 64}, "experts.down_proj must have shape"),
+        ({f"{Q}block_count": 2}, "model.layers.1.* must be in the checkpoint"),
+        ({"general.architecture": "qwen9moe", "qwen9moe.expert_count": 4}, "got 'qwen9moe'"),
+    ],
+)
+def test_fields_that_are_refused(fields, message, tmp_path):
+    change("qwen3moe-Q4_0", tmp_path, fields)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_a_dense_model_is_refused(tmp_path):
+    change(
+        "mixtral-Q8_0",
+        tmp_path,
+        {"llama.expert_count": None},
+        {f"blk.0.ffn_{p}_exps.weight": None for p in ("gate", "up", "down")},
+    )
+    with pytest.raises(ValueError, match="model.gguf must be a model with experts, got 'llama'"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-Q4_0", "gpt_oss-MXFP4_MOE"])
+def test_each_tensor_is_needed_and_known(name, tmp_path):
+    _, tensors, _ = gguf.read((FIXTURES / name / "model.gguf").read_bytes())
+    for tensor, (kind, shape, content) in tensors.items():
+        if tensor != "output.weight":
+            change(name, tmp_path, tensors={tensor: None})
+            with pytest.raises(ValueError, match=r"must (be in|have|hold)"):
+                load(tmp_path)
+        other = tensor[:-3] + tensor[-3:].upper()
+        change(name, tmp_path, tensors={tensor: None, other: (kind, shape, content)})
+        named = rf"{other} in .*model.gguf must have a name|token_embd.weight must be in"
+        with pytest.raises(ValueError, match=named):
+            load(tmp_path)
+
+
+def test_shapes_that_are_not_the_models_are_refused(tmp_path):
+    _, tensors, _ = gguf.read((FIXTURES / "qwen3moe-Q4_0" / "model.gguf").read_bytes())
+    for tensor in ("blk.0.attn_q.weight", "blk.0.attn_norm.weight", "blk.0.ffn_gate_inp.weight"):
+        kind, shape, content = tensors[tensor]
+        half = len(content) // 2 if len(shape) > 1 else len(content) - 4
+        cut = (shape[0] // 2, shape[1]) if len(shape) > 1 else (shape[0] - 1,)
+        change("qwen3moe-Q4_0", tmp_path, tensors={tensor: (kind, cut, content[:half])})
+        with pytest.raises((ValueError, RuntimeError), match="shape|size mismatch|ismatch"):
+            load(tmp_path)
