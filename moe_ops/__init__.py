@@ -31,6 +31,9 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "MoELayer": "moe_ops.nn.layer",
+    "ResidencyStats": "moe_ops.residency.experts",
+    "ResidentExperts": "moe_ops.residency.experts",
+    "residency_stats": "moe_ops.residency.experts",
     "ExpertTensor": "moe_ops.tensors",
     "Float8ExpertTensor": "moe_ops.tensors",
     "Int4ExpertTensor": "moe_ops.tensors",
@@ -58,6 +61,8 @@ __all__ = [
     "PlainExpertTensor",
     "ParallelConfig",
     "QuantScheme",
+    "ResidencyStats",
+    "ResidentExperts",
     "RoutingMethod",
     "batched_experts",
     "explain",
@@ -69,6 +74,7 @@ __all__ = [
     "quantize",
     "quantize_activation",
     "register_backend",
+    "residency_stats",
     "route",
     "route_tokens",
     "self_check",

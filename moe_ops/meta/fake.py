@@ -98,17 +98,29 @@ def rows_experts(a: Any) -> None:
         _rows("topk_weights", weights, "hidden_states", rows)
 
 
-def sizes_experts(a: Any, bits: Bits) -> None:
-    """Check the real sizes of `<backend>_experts` but for rows of inputs: those that a plan has
-    checked, which operators in graphs are called without.
-    """
+def _sizes_of_routing(a: Any) -> None:
     rows, out = a.topk_ids.shape[0], a.out.shape[0]
     if out != rows:
         _rows("out", out, "hidden_states", rows)
     if a.topk_weights.shape[1] != a.topk_ids.shape[1]:
         raise ValueError("topk_ids and topk_weights must have equal top_k")
+
+
+def sizes_experts(a: Any, bits: Bits) -> None:
+    """Check the real sizes of `<backend>_experts` but for rows of inputs: those that a plan has
+    checked, which operators in graphs are called without.
+    """
+    _sizes_of_routing(a)
     K = _width(a.hidden_states, a.hidden_states_scale, bits.x)
     _widths("hidden_states", K, a.w13, a.w2, bits, a.layout)
+
+
+def sizes_resident(a: Any, bits: Bits) -> None:
+    """The same of `resident_experts`; who finds the weights compares the width with theirs."""
+    _sizes_of_routing(a)
+    K = _width(a.hidden_states, a.hidden_states_scale, bits.x)
+    if a.out.shape[1] != K:
+        raise ValueError(f"out must have the width of hidden_states, {K}, got {a.out.shape[1]}")
 
 
 def rows_batched_experts(a: Any) -> None:
@@ -166,6 +178,11 @@ def _check_input(
 
 def check_experts(a: Any, bits: Bits) -> None:
     """Checks of `<backend>_experts`; `a` holds the op's arguments by name."""
+    _check_weights(a, check_resident(a, bits), bits)
+
+
+def check_resident(a: Any, bits: Bits) -> Any:
+    """Checks of `resident_experts`, and of all but the weights of others. Returns K."""
     _check_workspaces(a)
     x, ids, weights = a.hidden_states, a.topk_ids, a.topk_weights
     _check(x.ndim == 2 and a.out.ndim == 2, "hidden_states and out must be 2-D")
@@ -180,7 +197,7 @@ def check_experts(a: Any, bits: Bits) -> None:
     _check(a.out.shape[1] == K, "out must have hidden_states' width")
     _check(ids.dtype in _IDS, "topk_ids must be int32 or int64")
     _check(weights.dtype.is_floating_point, "topk_weights must be floating point")
-    _check_weights(a, K, bits)
+    return K
 
 
 def check_batched_experts(a: Any, bits: Bits) -> None:

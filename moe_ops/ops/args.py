@@ -40,7 +40,8 @@ class ExpertsArgs(NamedTuple):
     hidden_states_global_scale: Scale
     w13_bias: Tensor | None  # (E, N)
     w2_bias: Tensor | None  # (E, K)
-    expert_map: Tensor | None  # (global E,) integer: global id -> local id or -1
+    # (global E,) integer: global id -> local id or -1; with slots (E,) id -> row of weights or -1
+    expert_map: Tensor | None
     scheme: str  # `schemes.layer_scheme` of w13 and w2
     layout: str
     options: Options
@@ -66,9 +67,33 @@ class ExpertsArgs(NamedTuple):
         return (self.w2 if self.expert_map is None else self.expert_map).shape[0]
 
     @property
+    def num_experts(self) -> int:
+        """Experts of the layer here, of which with slots not all weights are at hand."""
+        if self.options.slots and self.expert_map is not None:
+            return self.expert_map.shape[0]
+        return self.w2.shape[0]
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of experts that are summed separately (meta/blocks.py)."""
         return num_blocks(self.global_experts) if self.options.batch_invariant else 1
+
+
+class ResidentArgs(NamedTuple):
+    """Arguments of `moe_ops::resident_experts`, which finds the weights by `options.resident`."""
+
+    out: Tensor  # (M, K), written
+    workspace13: Tensor  # written
+    workspace2: Tensor  # written
+    index_workspace: Tensor  # int32, written
+    hidden_states: Tensor  # (M, K); fewer columns where quantized elements share bytes
+    topk_weights: Tensor  # (M, top_k), any float dtype
+    topk_ids: Tensor  # (M, top_k), int32 or int64
+    hidden_states_scale: Scale
+    hidden_states_global_scale: Scale
+    scheme: str
+    layout: str
+    options: Options
 
 
 class BatchedExpertsArgs(NamedTuple):

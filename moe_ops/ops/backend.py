@@ -92,6 +92,11 @@ class Takes:
     # whether launchers run more than `Options.chunk_rows` rows in chunks (ops/chunks.py);
     # otherwise workspaces are not bounded
     chunked: bool = False
+    # types of devices on which it runs resident experts, in slots (ops/resident.py)
+    resident_on: tuple[str, ...] = ()
+    # runs the arguments of experts in passes over subsets of them, as
+    # `pipeline.gathered.run_in_passes`; without passes, as its launcher, those of `Options.slots`
+    passes: Callable[..., None] | None = None
     # reasons why, under `Options.batch_invariant`, the bits of a token's row may depend on its
     # batch, or differ from those of another backend that takes the problem; empty if they do not
     depends_on_batch: Callable[[Problem, Machine], list[str]] = _not_shown

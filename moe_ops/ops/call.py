@@ -18,6 +18,7 @@ from moe_ops import environment
 from moe_ops.ops import memory
 from moe_ops.ops.library import part
 from moe_ops.ops.options import Options
+from moe_ops.ops.resident import ResidentWeight, TensorFacts
 
 # attributes of an ExpertTensor, in the order of `Weight`
 _TENSORS = ("qdata", "scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
@@ -42,7 +43,9 @@ def _as_attributes() -> bool:
 
 
 class Weight(NamedTuple):
-    """An expert weight taken apart into plain tensors, the form that ops take."""
+    """An expert weight taken apart into plain tensors, the form that ops take; or into the facts
+    of tensors that operators find by `Options.resident`.
+    """
 
     data: Tensor
     scale: Tensor | None = None
@@ -62,6 +65,11 @@ class Weight(NamedTuple):
     def global_rows(self) -> bool:
         """Whether the global scale is per row instead of per expert."""
         return self.global_scale is not None and self.global_scale.ndim > 1
+
+    @property
+    def resident(self) -> bool:
+        """Whether these are facts of tensors that operators find by `Options.resident`."""
+        return isinstance(self.data, TensorFacts)
 
     @property
     def contiguous(self) -> bool:
@@ -94,6 +102,8 @@ def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> We
     """
     if type(weight) is Tensor or type(weight) is torch.nn.Parameter:
         return Weight(weight)
+    if type(weight) is ResidentWeight:
+        return take_apart(weight.whole) if weight.weight is None else weight.weight
     if getattr(weight, "scheme", None) is None:
         if gather is not None and hasattr(weight, "device_mesh"):
             return take_apart(gather(weight))
@@ -144,13 +154,17 @@ class ExpertsCall(NamedTuple):
         return (self.w2.data if self.expert_map is None else self.expert_map).shape[0]
 
     def static(self) -> tuple:
-        """Everything but the tensors."""
+        """Everything but the tensors, and the shape of the first weight."""
         w13, w2 = self.w13, self.w2
-        return ("experts", self.options, w13.scheme, w13.layout, w2.scheme, w2.layout)
+        of_weights = (w13.scheme, w13.layout, w2.scheme, w2.layout, w13.data.shape)
+        return ("experts", self.options, *of_weights)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors in the order of ExpertsArgs; None for those that were not given."""
-        x, w13, w2, weights, ids, b13, b2, expert_map, _, *of_input = self
+        x, w13, w2, weights, ids, b13, b2, expert_map, options, *of_input = self
+        if options.resident:
+            none = (None,) * 10
+            return (x, None, None, weights, ids, *none, *of_input, None, None, None)
         scales = (*w13[1:6], *w2[1:6], *of_input)
         return (x, w13[0], w2[0], weights, ids, *scales, b13, b2, expert_map)
 
@@ -174,7 +188,9 @@ class ExpertsCall(NamedTuple):
 
     def op_values(self, options: str) -> tuple:
         """The op's arguments after the buffers that it writes."""
-        x, w13, w2, weights, ids, b13, b2, expert_map, _, *of_input = self
+        x, w13, w2, weights, ids, b13, b2, expert_map, given, *of_input = self
+        if given.resident:
+            return (x, weights, ids, of_input if of_input[0] is not None else [], options)
         scales = _scales_value((w13, w2), *of_input)
         return (x, w13.data, w2.data, weights, ids, scales, b13, b2, expert_map, options)
 
@@ -198,9 +214,10 @@ class BatchedCall(NamedTuple):
         return self.hidden_states.shape[1]
 
     def static(self) -> tuple:
-        """Everything but the tensors."""
+        """Everything but the tensors, and the shape of the first weight."""
         w13, w2 = self.w13, self.w2
-        return ("batched_experts", self.options, w13.scheme, w13.layout, w2.scheme, w2.layout)
+        of_weights = (w13.scheme, w13.layout, w2.scheme, w2.layout, w13.data.shape)
+        return ("batched_experts", self.options, *of_weights)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors in the order of BatchedExpertsArgs; None for those that were not given."""
@@ -242,8 +259,9 @@ class LinearCall(NamedTuple):
         return self.hidden_states.shape[0]
 
     def static(self) -> tuple:
-        """Everything but the tensors."""
-        return ("grouped_linear", self.options, self.weight.scheme, self.weight.layout)
+        """Everything but the tensors, and the shape of the weight."""
+        of_weight = (self.weight.scheme, self.weight.layout, self.weight.data.shape)
+        return ("grouped_linear", self.options, *of_weight)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors in the order of GroupedLinearArgs; None for those that were not given."""

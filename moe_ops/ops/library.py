@@ -13,6 +13,7 @@ one `str options`, the repr of a dict. `moe_ops::<backend>_experts` has 14 argum
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,11 +26,18 @@ from torch.autograd import forward_ad
 from moe_ops.environment import when_imported
 from moe_ops.meta import fake, flops
 from moe_ops.ops import memory, transforms
-from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs, Scale
+from moe_ops.ops.args import (
+    BatchedExpertsArgs,
+    ExpertsArgs,
+    GroupedLinearArgs,
+    ResidentArgs,
+    Scale,
+)
 from moe_ops.ops.backend import Backend, Operator
 from moe_ops.ops.exchange import over_ranks
 from moe_ops.ops.options import decode
 from moe_ops.ops.relayout import RELAYOUTS
+from moe_ops.ops.resident import resident_of
 from moe_ops.schemes import get_scheme, schemes_of_layer
 
 LIB = torch.library.Library("moe_ops", "DEF")
@@ -119,6 +127,15 @@ KINDS = {
     ),
 }
 
+# of calls of `experts` whose weights the operator finds (ops/resident.py)
+RESIDENT = Kind(
+    ResidentArgs,
+    fake.check_resident,
+    fake.rows_experts,
+    fake.sizes_resident,
+    lambda a, _: 2 * math.prod(a.topk_ids) * resident_of(a.options.resident).products_of_pair,
+)
+
 
 class _Bits(dict[str, fake.Bits]):
     """Scheme of a layer -> bits an element, from which unpacked column counts follow."""
@@ -152,21 +169,24 @@ def register(backend: Backend) -> Backend:
     keys = (*devices, "CPU") if backend.library.interpreted else devices
     operators = {}
     for kind_name, function in launch.items():
-        kind = KINDS[kind_name]
-        op_name = f"{name}_{kind_name}"
-        op = _define(op_name, schema(kind.args))
-        kernels = {key.lower(): _entry(function, kind, key, True) for key in keys}
-        operators[kind_name] = Operator(op, kernels)
-        for key in keys:
-            kernel = in_memory(_entry(function, kind, key, False), op_name)
-            LIB.impl(op_name, below_autograd(kernel), key)
-        torch.library.register_fake(f"moe_ops::{op_name}", _fake(kind), lib=LIB)
-        _count_flops(op_name, _flops(kind))
+        operators[kind_name] = operator(f"{name}_{kind_name}", KINDS[kind_name], function, keys)
     backend = replace(backend, launch=launch, operators=operators)
     if name != "auto":
         _registered.append(backend)
         RELAYOUTS[name] = backend.relayouts
     return backend
+
+
+def operator(name: str, kind: Kind, launch: Callable, keys: Sequence[str]) -> Operator:
+    """Define `moe_ops::<name>`, of one kind, which runs `launch` at these dispatch keys."""
+    op = _define(name, schema(kind.args))
+    kernels = {key.lower(): _entry(launch, kind, key, True) for key in keys}
+    for key in keys:
+        kernel = in_memory(_entry(launch, kind, key, False), name)
+        LIB.impl(name, below_autograd(kernel), key)
+    torch.library.register_fake(f"moe_ops::{name}", _fake(kind), lib=LIB)
+    _count_flops(name, _flops(kind))
+    return Operator(op, kernels)
 
 
 def _check_new(name: str, launch: dict[str, Callable], devices: tuple[str, ...]) -> None:
@@ -286,8 +306,8 @@ def _materialized(name: str, tensor: Tensor | None) -> Tensor | None:
 
 def _name_of_scale(op_name: str, index: int) -> str:
     """Name of an entry of `scales` in error messages."""
-    linear = op_name.endswith("grouped_linear")
-    weights = ("weight",) if linear else ("w13", "w2")
+    linear, resident = op_name.endswith("grouped_linear"), op_name.startswith("resident")
+    weights = ("weight",) if linear else () if resident else ("w13", "w2")
     all_slots = len(_SLOTS) * len(weights)
     if index >= all_slots:
         return f"{'x' if linear else 'hidden_states'}_{_INPUT_SLOTS[index - all_slots]}"

@@ -26,8 +26,11 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None = None  # None: that of the input, or bf16 if it is quantized
     batch_invariant: bool = False  # a token's row has the same bits in every batch
     exchange: str = ""  # name of an exchange between ranks (ops/exchange.py)
+    # experts whose weights are at hand at a time, in the rows that expert_map names; 0: all
+    slots: int = 0
+    resident: str = ""  # name of experts whose weights are no arguments (ops/resident.py)
     # set by the plan
-    tiers_text: str = ""  # for the op of "auto": `text_of_tiers`
+    tiers_text: str = ""  # for the ops of "auto" and of resident experts: `text_of_tiers`
     chunk_rows: int = 0  # rows that the workspaces have room for (ops/chunks.py); 0: for all
 
 

@@ -30,7 +30,7 @@ def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     if torch.compiler.is_dynamo_compiling():
         _refuse_compiled_duals()
     for t in tensors:
-        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
             raise RuntimeError(f"{_NO_TANGENTS}: use reverse mode, torch.autograd.grad")
 
 

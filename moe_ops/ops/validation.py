@@ -46,6 +46,10 @@ def problem_of(call: Call) -> Problem:
         _refuse_shared_scales(call)
     if isinstance(call, ExpertsCall):
         return _experts_problem(call)
+    if (call.weight if isinstance(call, LinearCall) else call.w13).resident:
+        raise ValueError(
+            "weights must be tensors, got resident experts, which fused_experts alone runs"
+        )
     return _batched_problem(call) if isinstance(call, BatchedCall) else _linear_problem(call)
 
 
@@ -109,6 +113,11 @@ def _experts_problem(call: ExpertsCall) -> Problem:
             f"exchange must be left out of calls {which}, got {options.exchange!r}; add outputs "
             "up by the dispatcher's combine or combine_by_tree"
         )
+    if options.resident and options.needs_grad:
+        raise ValueError(
+            "w13 and w2 must be tensors where gradients are required, got resident experts, which "
+            "have none: wrap the call in torch.no_grad(), or train on weights that fit the GPU"
+        )
     E, N, K, I = _check_weights(call.w13, call.w2, x, width, options.activation, dtype)  # noqa: E741
     quantizes = sends_quantized(options.exchange)
     scheme = layer_scheme(call.w13.scheme, call.w2.scheme)
@@ -132,6 +141,11 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         )
     if top_k == 0:
         raise ValueError("topk_ids must have shape (M, top_k) with top_k >= 1, got (M, 0)")
+    if 0 < options.slots < top_k:
+        raise ValueError(
+            f"slots of ResidentExperts must be at least top_k={top_k}, got {options.slots}: the "
+            "experts of one token are to be on the device at a time; make it with more"
+        )
     if options.router_weight_on_input and top_k != 1:
         raise ValueError(
             f"router_weight_on_input must be False unless top_k is 1, got top_k {top_k}: "
@@ -439,7 +453,8 @@ def _check_weight(
     arrives quantized that of the output.
     """
     data, stored = weight.data, _shape(weight.data)
-    check_rank(name, data, "(E, N, K)")
+    if not weight.resident:
+        check_rank(name, data, "(E, N, K)")
     _check_device(name, data.device, x.device)
     if stored[0] == 0:
         raise ValueError(f"{name} must hold at least one expert, got shape {stored}")

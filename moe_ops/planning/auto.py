@@ -1,5 +1,5 @@
-"""The op of plans with several tiers. Its launcher picks the tier from the real M and calls the
-launcher of that backend.
+"""The ops that pick a tier from the real M and call the launcher of that backend: that of plans
+with several tiers, and that of resident experts, which finds the weights first.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 from moe_ops import backends
 from moe_ops.backends.torch.backend import workspace_shapes
 from moe_ops.ops import library
+from moe_ops.ops.args import ResidentArgs
 from moe_ops.ops.backend import Backend
 from moe_ops.ops.options import tiers_of_text
+from moe_ops.ops.resident import resident_of
 
 
 def _parse(text: str) -> tuple[tuple[int, Backend], ...]:
@@ -62,11 +64,24 @@ AUTO = library.register(
 )
 
 
+def _launch_resident(args: ResidentArgs) -> None:
+    backend = _of_rows(_parse_tiers(args.options.tiers_text), args.out.shape[0])
+    resident_of(args.options.resident).run(args, backend)
+
+
+RESIDENT = library.operator(
+    "resident_experts", library.RESIDENT, _launch_resident, library.TORCH_DEVICES
+)
+
+
 def served_by(op: Any, values: Sequence[Any]) -> tuple[Backend, int] | None:
     """The backend that runs an operator with these arguments, and the number of rows.
 
     None for operators that belong to no backend: those of routers and of training.
     """
+    if op == RESIDENT.op:
+        args, rows = library.RESIDENT.unpack(values), values[0].shape[0]
+        return _of_rows(_parse_tiers(args.options.tiers_text), rows), rows
     for backend in (*backends.BACKENDS, AUTO):
         for kind, known in backend.operators.items():
             if known.op == op:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from moe_ops.ops.backend import Shortcut
 from moe_ops.ops.call import Call, refuse_lost
 from moe_ops.ops.library import current_device, nothing_listens
 from moe_ops.ops.memory import EMPTY_STRIDED, addressable
+from moe_ops.ops.options import Options
 from moe_ops.ops.validation import problem_of
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
@@ -85,7 +86,7 @@ class BoundPlan:
         """
         plan = self.plan
         make = plan.tiers[0][1].shortcut
-        if make is None or len(plan.tiers) > 1 or plan.problem.options.exchange:
+        if make is None or len(plan.tiers) > 1 or _without_weights(plan.problem.options):
             return None
         device, (shape, dtype) = call.hidden_states.device, call.output()
         out, none = torch.empty(*shape, dtype=dtype, device=device), torch.empty(0, device=device)
@@ -112,6 +113,11 @@ class BoundPlan:
         return [empty(size, strides, t) for size, strides, t in shapes]
 
 
+def _without_weights(options: Options) -> bool:
+    """Whether the arguments of the operator are not all that its launcher needs."""
+    return bool(options.exchange or options.resident)
+
+
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _MOST_KNOWN = 32
 
@@ -128,8 +134,9 @@ class _Known(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """The known plans of calls with equal options, types of tensors and shape of w13. With this
-    key a model of many kinds of layers checks few guards per call.
+    """The known plans of calls with equal options, types of tensors and shape of w13, or of one
+    layer's resident experts. With this key a model of many kinds of layers checks few guards per
+    call.
     """
 
     pick: Callable[[tuple], tuple]  # the tensors that are not None
@@ -183,7 +190,7 @@ def _find(call: Call, backend: str) -> tuple[_Known | None, BoundPlan, tuple[Ten
     try:
         # with its type, because 2.0 equals 2 and must be refused
         bytes_type = type(call.options.max_workspace_bytes)
-        key = (backend, call.static(), bytes_type, cast(Tensor, tensors[1]).shape, types)
+        key = (backend, call.static(), bytes_type, types)
         found = alike.get(key)
     except (TypeError, RuntimeError):  # symbolic sizes of make_fx have no hash; or no sizes at all
         key = found = None

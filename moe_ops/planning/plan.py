@@ -21,7 +21,7 @@ from moe_ops.ops.exchange import sends_quantized
 from moe_ops.ops.options import encode, text_of_tiers
 from moe_ops.ops.problem import Buffer, Machine, Problem, Workspaces
 from moe_ops.ops.relayout import variants
-from moe_ops.planning.auto import AUTO
+from moe_ops.planning.auto import AUTO, RESIDENT
 from moe_ops.schemes import get_scheme, layer_scheme
 from moe_ops.tables import lookup
 
@@ -65,6 +65,8 @@ class Plan:
 
     @property
     def _operator(self) -> Operator:
+        if self.problem.options.resident:
+            return RESIDENT
         backend = self.tiers[0][1] if len(self.tiers) == 1 else AUTO
         return backend.operators[self.problem.kind]
 
@@ -76,8 +78,8 @@ class Plan:
 
     @property
     def tiers_text(self) -> str:
-        """The tiers in the form of the op's options; empty for a single tier."""
-        tiers = self.tiers if len(self.tiers) > 1 else ()
+        """The tiers in the form of the op's options; empty where one tier is the op's backend."""
+        tiers = self.tiers if len(self.tiers) > 1 or self.problem.options.resident else ()
         return text_of_tiers(tuple([(limit, backend.name) for limit, backend in tiers]))
 
     @property
@@ -156,6 +158,8 @@ class Plan:
             lines.append(f"  {travels if sends_quantized(p.options.exchange) else arrives}")
         if p.options.batch_invariant:
             lines.append("  batch invariant: a token's row has the same bits in every batch")
+        if p.options.resident:
+            lines.append("  experts in host memory: those of a call are brought to slots first")
         if self.not_tested_note:
             lines.append(f"  {self.not_tested_note}")
         if self.gradients:  # the operators of training take no workspaces
@@ -413,6 +417,13 @@ def _refusals(backend: Backend, problem: Problem, machine: Machine) -> list[str]
             "unquantized, and of a dispatcher's exchanges `exchange`"
         )
     options = problem.options
+    if options.resident and machine.device_type not in backend.takes.resident_on:
+        where = " and ".join(backend.takes.resident_on)
+        reasons.append(
+            f"runs resident experts on {where} alone, got {machine.device_type}"
+            if where
+            else "does not run resident experts, which lie in slots"
+        )
     if options.needs_grad and not backend.takes.differentiable:
         reasons.append(
             "has no backward: wrap the call in torch.no_grad() or use backend='auto' or 'torch'"

@@ -55,6 +55,7 @@ ADDRESSES = {
     ("ops/memory.py", "refuse_lost"): "refuses what has none",
     ("parallel/mailboxes.py", "_symmetric"): "asks where torch's mapping begins",
     ("planning/bind.py", ""): "asks for those of each call's tensors",
+    ("residency/host.py", "HostMemory.__init__"): "passes it to the CUDA runtime",
     ("warmup.py", "_tensor_facts"): "which layers share their kernels",
 }
 MOST_FIELDS = 15  # of a kernel's arguments

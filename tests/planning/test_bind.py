@@ -236,6 +236,8 @@ OPTIONS = Options(
     out_dtype=torch.float32,
     batch_invariant=True,
     exchange="a group's",
+    slots=3,
+    resident="experts0",
     tiers_text="4:torch,-1:triton",
     chunk_rows=3,
 )

@@ -393,6 +393,7 @@ BACKEND = register(
             quantized_input=tuple([name for name, scheme in SCHEMES.items() if scheme.activation]),
             two_schemes=True,
             chunked=True,
+            resident_on=("cpu",),
             depends_on_batch=depends_on_batch,
             differentiable=True,
         ),

@@ -294,6 +294,12 @@ def _launch(kind: str) -> Callable:
     return launch
 
 
+def _in_passes(*_: Any) -> None:
+    raise NotImplementedError(
+        "topk_ids must hold no more pairs than ResidentExperts has slots with backend 'triton'"
+    )
+
+
 BACKEND = register(
     Backend(
         "triton",
@@ -313,6 +319,8 @@ BACKEND = register(
             quantized_input=tuple([*_QUANTIZING, *filter(_decoded, SCHEMES)]),
             two_schemes=True,
             chunked=True,
+            resident_on=("cuda", "cpu"),
+            passes=_in_passes,
             depends_on_batch=depends_on_batch,
         ),
         exchanges=Exchanges(adds_ranks=True),

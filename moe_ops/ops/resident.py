@@ -1,0 +1,118 @@
+"""Experts whose weights an operator finds at run time: calls have their shapes alone, and
+`Options.resident` the name of what holds them, so that neither a bank of slots nor rows in host
+memory are inputs of a graph. `moe_ops.residency` makes what is named.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from moe_ops.ops.args import ResidentArgs
+from moe_ops.ops.backend import Backend
+
+
+class TensorFacts(NamedTuple):
+    """What a call says of a tensor that is not at hand, in the tensor's words."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device  # on which kernels read it
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
+def facts_of(tensor: Tensor | None, device: torch.device) -> Any:
+    """The TensorFacts of a tensor that will be on `device`; None of None."""
+    return None if tensor is None else TensorFacts(tuple(tensor.shape), tensor.dtype, device)
+
+
+class ResidentWeight:
+    """`w13` or `w2` of `ResidentExperts`: stands for (E, N, K) or (E, K, I) in `fused_experts`.
+
+    Attributes:
+        name: of the experts, by which operators find them.
+        role: "w13" or "w2".
+        slots: experts that are on the device at a time.
+        weight: a `Weight` of TensorFacts; None where all experts are on the device.
+        bias: TensorFacts, or None.
+        whole, whole_bias: the tensors themselves where all experts are on the device, else None.
+        shape, dtype, device, scheme: those of the weight that it stands for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        like: Any,
+        device: torch.device,
+        slots: int,
+        weight: Any = None,
+        bias: Any = None,
+        whole: Any = None,
+        whole_bias: Tensor | None = None,
+    ) -> None:
+        self.name, self.role, self.slots = name, role, slots
+        self.shape, self.dtype, self.device = tuple(like.shape), like.dtype, device
+        self.scheme: str = getattr(like, "scheme", "")
+        self.weight, self.bias, self.whole, self.whole_bias = weight, bias, whole, whole_bias
+
+    def __repr__(self) -> str:
+        return (
+            f"ResidentWeight({self.name}.{self.role}, shape={self.shape}, "
+            f"scheme={self.scheme!r}, dtype={self.dtype}, device={str(self.device)!r})"
+        )
+
+
+class Resident(Protocol):
+    """What a name stands for."""
+
+    @property
+    def products_of_pair(self) -> int:
+        """Multiplications of a (token, expert) pair: the elements of an expert's two weights."""
+
+    def run(self, args: ResidentArgs, backend: Backend) -> None:
+        """Bring the experts of a call to where a backend reads them, and let it run the call."""
+
+
+_residents: WeakValueDictionary[str, Resident] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def name_resident(resident: Resident | None) -> str:
+    """A name for it, by which operators find it: the same in each process that has named as many
+    before. None of experts that are all on the device, which no operator looks for.
+    """
+    name = f"experts{next(_numbers)}"
+    if resident is not None:
+        _residents[name] = resident
+    return name
+
+
+def resident_of(name: str) -> Resident:
+    """What has a name.
+
+    Raises:
+        RuntimeError: there is none in this process, or no longer.
+    """
+    found = _residents.get(name)
+    if found is None:
+        raise RuntimeError(
+            f"resident must name ResidentExperts of this process that are still in use, got "
+            f"{name!r}: keep the module alive as long as graphs that use it, and capture programs "
+            "anew in another process"
+        )
+    return found

@@ -1,0 +1,49 @@
+"""Host memory that a GPU reads by address."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+_PAGE = 4096
+_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
+
+class HostMemory:
+    """Bytes of host memory, pinned for a GPU: registered as they are, because what torch pins
+    itself is rounded up to a power of two. They stay pinned as long as this object lives.
+
+    Attributes:
+        data: (num_bytes,) uint8, which begins at a page.
+        pinned: whether the GPU can read it by address.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        whole = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
+        begin = -whole.data_ptr() % _PAGE
+        self.data: Tensor = whole[begin : begin + num_bytes]
+        self.pinned = device.type == "cuda" and self._pin(whole.data_ptr() + begin)
+
+    def _pin(self, address: int) -> bool:
+        data = self.data
+        error = torch.cuda.cudart().cudaHostRegister(address, data.numel(), _PORTABLE_AND_MAPPED)
+        if int(error) != 0:
+            warnings.warn(
+                f"the system did not pin {data.numel() / 2**30:.2f} GiB of host memory "
+                f"({error}): experts that a call misses are copied by the host, from memory that "
+                "is not pinned, at a fraction of the link's rate and with a wait for the GPU, and "
+                "such calls cannot be captured in a CUDA graph. Let the process lock more memory "
+                "(ulimit -l), or free host memory",
+                stacklevel=4,
+            )
+            return False
+        release = weakref.finalize(self, _unpin, data, address)  # keeps the memory until then
+        release.atexit = False
+        return True
+
+
+def _unpin(data: Tensor, address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
