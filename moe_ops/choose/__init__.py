@@ -1,1 +1,1 @@
-"""Configs of an expert layer's kernels: measured ones, else those of the rules."""
+"""The configs of a layer's kernels: from measured tables, else by rule."""

@@ -1,5 +1,5 @@
-"""Legal tiles: those whose blocks fit the registers and the shared memory of a GPU, as the rules'
-tiles are fitted to them, and as the search (moe_ops.tuning) tries them.
+"""Legal tiles: those that fit the registers and the shared memory of a GPU. Tiles by rule are
+fitted to them, and the search (moe_ops.tuning) tries them.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm.configs import MAX_SPLIT_K, parts_of_row, token_slots
 from moe_ops.meta.workspace import cdiv
 
-# bytes of shared memory of a block beside its ring: as much as rules leave, and as is taken
+# bytes of shared memory that a block needs besides its ring: reserved by rules, and really used
 SPARE, TAKEN = 8192, 1024
-MAX_SUMS = 128  # of a thread: accumulators, and those of a group of columns beside them
+MAX_SUMS = 128  # accumulators of a thread, including those of one group of columns
 
 Space = list[tuple[list[LayerConfig], list[LayerConfig]]]  # for GEMM1 and for GEMM2
 
 
 class Gemm(NamedTuple):
-    """The facts of a product of the kernels in `gemm` on which its tiles depend."""
+    """The facts of a product on which its tiles depend, for the kernels in `gemm`."""
 
     rows: int  # of an expert's weight
-    columns: int  # length of its sums
-    w_size: int  # bytes a weight element
-    x_size: int  # bytes an element of its input
-    scaled: bool  # each step's sum is scaled before it is added to the total
-    block_ns: tuple[int, ...] = (64, 128, 256)  # rows of the weight in a tile
+    columns: int  # length of the reduction
+    w_size: int  # bytes of a weight element
+    x_size: int  # bytes of an input element
+    scaled: bool  # the sum of each K tile is scaled before it is added to the total
+    block_ns: tuple[int, ...] = (64, 128, 256)  # legal BLOCK_N
 
 
 def converted_bytes(block_m: int, block_k: int, w_size: int, x_size: int) -> int:
-    """Bytes of shared memory through which the wider one of a product's operands is converted."""
+    """Bytes of shared memory in which the wider operand of a product is converted."""
     return 2 * block_m * block_k if w_size < x_size else 0
 
 
@@ -39,13 +39,13 @@ def fitted(
     config: GemmConfig,
     block_m: int,
     bits: int,  # of a weight
-    x_size: int,  # bytes an element of the input
+    x_size: int,  # bytes of an input element
     gpu: Gpu,
-    converted: int = 0,  # bytes of shared memory beside the ring
-    whole: bool = False,  # BLOCK_N stays, whose columns share a scale
+    converted: int = 0,  # bytes of shared memory besides the ring
+    whole: bool = False,  # keep BLOCK_N, whose columns share a scale
 ) -> GemmConfig:
-    """`config` with as many stages as fit the shared memory of a block: two at least, for which
-    BLOCK_N is halved, or one if that is `whole`.
+    """`config` with the most stages that fit the shared memory of a block. BLOCK_N is halved until
+    two fit; with `whole` one stage is enough instead.
     """
     room = gpu.shared_memory - SPARE - converted
     stage = config.stage_bytes(block_m, bits, x_size)
@@ -57,15 +57,15 @@ def fitted(
 
 
 def registers(gemm: Gemm, config: GemmConfig, block_m: int) -> float:
-    """Registers of a thread, about as the compiler takes them: 48 with 8 plain sums a thread, 72
-    with 16; with scaled sums 48 with 8, 156 with 32.
+    """Estimated registers of a thread. The compiler takes 48 for 8 plain accumulators, 72 for 16;
+    for scaled ones 48 for 8, 156 for 32.
     """
     sums = config.block_n * block_m / (32 * config.num_warps)
     return min(255, 40 + (3.5 if gemm.scaled else 2) * sums)
 
 
 def blocks_held(gemm: Gemm, config: GemmConfig, block_m: int, gpu: Gpu) -> int:
-    """Blocks that a multiprocessor holds at a time; 0 if one does not fit."""
+    """Occupancy: blocks that a multiprocessor holds at a time; 0 if one does not fit."""
     shared = config.num_stages * config.stage_bytes(block_m, 8 * gemm.w_size, gemm.x_size) + TAKEN
     shared += converted_bytes(block_m, config.block_k, gemm.w_size, gemm.x_size)
     if shared > gpu.shared_memory:
@@ -76,7 +76,7 @@ def blocks_held(gemm: Gemm, config: GemmConfig, block_m: int, gpu: Gpu) -> int:
 
 
 def tiles(gemm: Gemm, block_m: int, gpu: Gpu) -> Iterator[GemmConfig]:
-    """Legal tiles of a product of the kernels in `gemm`, beside blocks of `block_m` rows."""
+    """Legal tiles of a product with BLOCK_M `block_m`, for the kernels in `gemm`."""
     for n in gemm.block_ns:
         for k in (64, 128) if gemm.w_size > 1 else (128,):
             if gemm.w_size > 1 and gemm.columns % k:
@@ -99,7 +99,7 @@ def gemms_of(
     quantized: bool,
     x_scale: str = "",
 ) -> tuple[Gemm, Gemm]:
-    """The facts of both products of a gated layer with a config's kernels."""
+    """The facts of both products of a gated layer that runs the kernels of a config."""
     tma, any_n = config.kernel == SM90_TMA, (64, 128, 256)
     size = 1 if quantized else itemsize
     whole = x_scale == "group" and not config.h_in_fp32  # GEMM1 quantizes 128 columns of h
@@ -113,15 +113,15 @@ def gemms_of(
 
 
 def blocks_of(base: LayerConfig, average: float, by_group: bool) -> Iterator[LayerConfig]:
-    """`base` with the values of BLOCK_M that may be the best, whose blocks hold an expert's rows
-    and are not mostly empty, and with x and h quantized by other kernels.
+    """`base` with each BLOCK_M worth trying, whose blocks hold an expert's rows and are not mostly
+    empty, and with each choice of the kernels that quantize x and h.
     """
     if base.kernel == SM90_TMA:
         for block_m, split_m in ((64, 1), (128, 1), (128, 2)):
             yield base._replace(block_m=block_m, split_m=split_m)
         return
     modes = [(base.quantize_x, base.h_in_fp32)]
-    # for more tokens, quantizing in the mainloops is slower: every tile does it again
+    # not for more tokens, where quantization in the mainloop is slower: each tile repeats it
     if by_group and base.direct:
         modes = [(True, False), (True, True), (False, False), (False, True)]
     wanted = [m for m in (16, 32, 64, 128) if average / 6 <= m <= max(16, 5 * average)]
@@ -133,7 +133,7 @@ def blocks_of(base: LayerConfig, average: float, by_group: bool) -> Iterator[Lay
 def layers(
     base: LayerConfig, ones: Iterable[GemmConfig], twos: Iterable[GemmConfig]
 ) -> tuple[list[LayerConfig], list[LayerConfig]]:
-    """`base` with each of the GEMM1s, and with each of the GEMM2s."""
+    """`base` with each config of GEMM1, and `base` with each of GEMM2."""
     return (
         [base._replace(gemm1=gemm) for gemm in dict.fromkeys(ones)],
         [base._replace(gemm2=gemm) for gemm in dict.fromkeys(twos)],
@@ -141,7 +141,7 @@ def layers(
 
 
 def gemv_space(base: LayerConfig, K: int, I: int) -> Space:  # noqa: E741
-    """Configs of gemm/gemv.py, with 16 to 128 weights a thread."""
+    """Configs of gemm/gemv.py with 16 to 128 weights per thread."""
 
     def gemms(columns: int, rows: int) -> Iterator[GemmConfig]:
         for n in (1, 2, 4, 8, 16):
@@ -155,14 +155,14 @@ def gemv_space(base: LayerConfig, K: int, I: int) -> Space:  # noqa: E741
 
 
 def mixed_gemv_k(columns: int, bits: int, num_warps: int, loads: int = 1) -> int:
-    """BLOCK_K of mixed_gemm/gemv.py of which every thread loads `loads` times 16 bytes, or less if
-    a row is shorter.
+    """BLOCK_K of mixed_gemm/gemv.py with `loads` loads of 16 bytes per thread, or less if the row
+    is shorter.
     """
     return min(4096 // bits * num_warps * loads, 1 << (columns - 1).bit_length())
 
 
 def mixed_gemv_space(base: LayerConfig, top_k: int, K: int, I: int, bits: int) -> Space:  # noqa: E741
-    """Configs of mixed_gemm/gemv.py, with 2 to 16 loads a thread."""
+    """Configs of mixed_gemm/gemv.py with 2 to 16 loads per thread."""
 
     def gemms(columns: int) -> Iterator[GemmConfig]:
         for rows in (2, 4, 8, 16):
@@ -176,8 +176,8 @@ def mixed_gemv_space(base: LayerConfig, top_k: int, K: int, I: int, bits: int) -
 
 
 def token_depth(chunks: int, most: int) -> int:
-    """Chunks that a thread of sm90_mma.py asks for at once, at most `most`, so that few of its
-    rounds' are past the row's end.
+    """Chunks that a thread of sm90_mma.py prefetches at a time, at most `most`: rounds are even,
+    so that few chunks lie past the end of the row.
     """
     return cdiv(chunks, cdiv(chunks, most))
 
@@ -197,8 +197,8 @@ def token_space(base: LayerConfig, top_k: int, K: int, I: int, group: int) -> Sp
     return [layers(base, gemms(K, 16, (1, 2, 4, 8)), gemms(I, 16 * slots, parts))]
 
 
-# BLOCK_N and warps of mixed_gemm/sm80_mma.py, by BLOCK_M: accumulators and operands fit a block's
-# registers. With 16 and 32 tokens, each warp reads all of x for its 32 or 64 rows.
+# (BLOCK_N, warps) of mixed_gemm/sm80_mma.py by BLOCK_M, whose accumulators and operands fit the
+# registers. With 16 and 32 tokens each warp reads all of x for its 32 or 64 rows of the weight.
 _ROWS_AND_WARPS = {
     8: ((32, 2), (64, 2), (128, 2)),
     16: ((64, 2), (128, 4), (256, 4), (256, 8)),
@@ -206,7 +206,7 @@ _ROWS_AND_WARPS = {
     64: ((64, 4), (128, 4)),
     128: ((64, 4), (128, 8)),
 }
-# tiles of sm90_wgmma.py; of two operands a thread has rows of both halves of a tile
+# tiles of sm90_wgmma.py. With two wgmma operands a thread has rows of both halves of a tile.
 _WGMMA = [
     *((64, 128, 4, 4), (64, 256, 2, 4), (64, 256, 3, 4), (64, 256, 4, 4)),
     *((128, 128, 3, 4), (128, 128, 4, 4), (128, 256, 2, 4)),
@@ -225,21 +225,20 @@ def mixed_tiles(block_m: int, bits: int) -> Iterator[GemmConfig]:
 
 
 def fits_wgmma(block_m: int, average: float) -> bool:
-    """Whether this BLOCK_M of sm90_wgmma.py may be the best for experts of so many rows on
-    average.
+    """Whether a BLOCK_M of sm90_wgmma.py is worth trying for experts of `average` rows.
 
-    Blocks hold an expert's rows, so that weights are read once, as far as the largest block
-    allows, and are not mostly empty.
+    Its blocks hold an expert's rows, as far as the largest block does, so that weights are read
+    once, and are not mostly empty.
     """
     return min(average, 64) <= block_m < max(9, 4 * average)
 
 
 def mixed_space(base: LayerConfig, average: float, bits: int, experts: int, K: int) -> Space:
-    """Configs of more than one token of a mixed GEMM.
+    """Configs of a mixed GEMM for more than one token.
 
     Args:
-        average: average rows of an expert.
-        bits: bits of a weight.
+        average: average rows per expert.
+        bits: bits of a weight element.
         experts: number of experts.
         K: rows of GEMM2's weights.
     """

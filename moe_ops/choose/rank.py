@@ -1,9 +1,8 @@
-"""An estimate of the time of a layer's products with a config, by which candidates are ordered:
-waves of programs, the use of the last one, bytes that are read and products, from the facts of a
-GPU.
+"""A model of the time of a layer's products with a config: waves of programs, the use of the last
+wave, bytes read and products, from the facts of a GPU. Candidates are ordered by it.
 
-It orders configs of one kernel for one problem. Its cycles are no predictions: measured configs
-and rules go before, and a search measures what it puts first.
+It compares configs of one kernel for one problem, and its cycles are no predictions. Measured
+configs and rules take precedence; a search measures the configs that it puts first.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from moe_ops.meta.workspace import cdiv
 
 
 class Rates(NamedTuple):
-    """What a multiprocessor of SM90 does at most, in cycles of its clock, fitted to the timed
-    tiles of tests/fixtures/tiles_NVIDIA_H200.json.
+    """Peak rates of an SM90 multiprocessor per clock cycle, and latencies in cycles, fitted to the
+    timed tiles of tests/fixtures/tiles_NVIDIA_H200.json.
     """
 
-    bytes: float = 19.5  # from memory, with all multiprocessors reading
+    bytes: float = 19.5  # from memory, while all multiprocessors read
     l2_bytes: float = 120.0  # from the L2 cache
-    products: float = 1800.0  # of 16 bits; of 8 bits twice as many
-    scaled: float = 1.45  # as long take products whose sums are scaled step by step
+    products: float = 1800.0  # multiply-adds of 16 bits; twice as many of 8 bits
+    scaled: float = 1.45  # slowdown of products whose sums are scaled for each K tile
     operands: float = 44.0  # rows and columns whose loads take as long as a tile's products
-    latency: float = 1550.0  # from a request to memory until its bytes are there
+    latency: float = 1550.0  # from a request to memory to the arrival of its bytes
     empty: float = 1.6  # stages of a ring that are empty on average
     start: float = 60.0  # of a program before its first product and after its last
-    step: float = 0.5  # of a K tile beside its loads and products
+    step: float = 0.5  # of a K tile, in addition to its loads and products
     launch: float = 4600.0  # of a kernel before its first program and after its last
 
 
@@ -49,13 +48,13 @@ RATES = Rates()
 
 @lru_cache(maxsize=4096)
 def expected_blocks(average: float, rows: int) -> float:
-    """Expected blocks of `rows` rows that an expert has, if `average` rows come to it on average
-    and experts are equally likely: the sum over n of the chance of more than n * rows (Poisson).
+    """Expected number of blocks of `rows` rows of an expert that gets `average` rows on average,
+    Poisson distributed: the sum over n of the probability of more than n * rows.
     """
     if average > 500:
         return average / rows + 0.5
     total, chance, n = 0.0, exp(-average), 0
-    below = chance  # the chance of at most n rows
+    below = chance  # the probability of at most n rows
     while 1 - below > 1e-9 or n < average:
         if n % rows == 0:
             total += max(0.0, 1 - below)
@@ -66,20 +65,20 @@ def expected_blocks(average: float, rows: int) -> float:
 
 
 def waves(programs: float, held: int, gpu: Gpu) -> float:
-    """Waves of `held` on a multiprocessor that programs take; the last one takes the part of a
-    whole one's time that its fullest multiprocessor needs.
+    """Number of waves of programs, of which a multiprocessor holds `held` at a time. The last wave
+    counts as the fraction that its fullest multiprocessor needs.
     """
     whole, rest = divmod(programs, held * gpu.multiprocessors)
     return whole + ceil(rest / gpu.multiprocessors) / held
 
 
 def gemm_cycles(gemm: Gemm, config: GemmConfig, block_m: int, blocks: float, gpu: Gpu) -> float:
-    """Estimated cycles of a product with so many expected blocks of `block_m` rows of x."""
+    """Estimated cycles of a product with `blocks` expected blocks of `block_m` rows of x."""
     n, k, stages, _ = config
     held = blocks_held(gemm, config, block_m, gpu)
     programs = blocks * cdiv(gemm.rows, n)
     many = min(held, max(1, ceil(programs / gpu.multiprocessors)))
-    # with few bytes in flight the memory's latency is not hidden
+    # few bytes in flight do not hide the latency of memory
     in_flight = many * (stages - RATES.empty) * n * k * gemm.w_size
     rate = min(RATES.bytes, in_flight / RATES.latency)
     read = n * gemm.w_size / rate + block_m * gemm.x_size / RATES.l2_bytes  # of one column
@@ -94,8 +93,8 @@ def gemm_cycles(gemm: Gemm, config: GemmConfig, block_m: int, blocks: float, gpu
 def ranked(
     gemm: Gemm, rows: int, layer: LayerSizes, within: float = 1.25
 ) -> dict[GemmConfig, float]:
-    """Legal tiles of a product of blocks of `rows` rows and their estimated cycles, the best
-    first, without those that take more than `within` times as long as it.
+    """Legal tiles of a product with blocks of `rows` rows, with their estimated cycles, the best
+    first, up to `within` times the cycles of the best.
     """
     blocks, gpu = layer.experts * expected_blocks(layer.average, rows), layer.gpu
     times = {c: gemm_cycles(gemm, c, rows, blocks, gpu) for c in tiles(gemm, rows, gpu)}
@@ -106,8 +105,8 @@ def ranked(
 def ranked_space(
     base: LayerConfig, layer: LayerSizes, itemsize: int, quantized: bool, x_scale: str
 ) -> Space:
-    """Configs of the kernels in `gemm` that are worth a measurement, for each kind of block a list
-    for GEMM1 and one for GEMM2, the best by estimate first.
+    """Configs worth measuring, for the kernels in `gemm`: for each kind of block a list for GEMM1
+    and a list for GEMM2, the best by estimate first.
     """
     space = []
     aligned = x_scale == "group" and not (layer.K % 16 or layer.I % 16)

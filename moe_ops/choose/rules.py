@@ -1,15 +1,15 @@
-"""Tiles by rule, as data: what was found best where neither a table nor an estimate decides.
+"""Tiles by rule, as data, for layers that no table has.
 
-A row is (words, value). The first row all of whose words hold gives the value; `!word` asks that a
-word does not hold. Tiles are (BLOCK_N, BLOCK_K, stages, warps). The words of a product:
+A row is (words, value). The first row whose words all hold gives the value; `!word` holds where
+the word does not. Tiles are (BLOCK_N, BLOCK_K, stages, warps). The words of a product:
 
     m8 .. m128, m<=16, m<=32    BLOCK_M
-    4bit, 8bit                  of a weight
-    c128, c256                  its columns are a multiple of so many
+    4bit, 8bit                  bits of a weight element
+    c128, c256                  the columns are a multiple of 128, 256
     sparse                      experts have less than one row on average
     I<=2048, I>=4096, ..        sizes
 
-and those that the functions in `plain` and `mixed` add, which define them.
+Functions in `plain` and `mixed` add words, which the comments below define.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANY = float("inf")
 
 
 def words(**facts: bool) -> frozenset[str]:
-    """The names of those facts that hold."""
+    """The names of the facts that hold."""
     return frozenset([name for name, holds in facts.items() if holds])
 
 
@@ -36,7 +36,7 @@ def of_block(block_m: int) -> frozenset[str]:
 
 
 def first(rows: Iterable[tuple[str, Value]], held: frozenset[str]) -> Value:
-    """The value of the first row all of whose words hold."""
+    """The value of the first row whose words all hold."""
 
     def holds(word: str) -> bool:
         return word[1:] not in held if word[0] == "!" else word in held
@@ -45,12 +45,12 @@ def first(rows: Iterable[tuple[str, Value]], held: frozenset[str]) -> Value:
 
 
 def block_of(blocks: Blocks, average: float) -> int:
-    """The BLOCK_M of experts with so many rows on average."""
+    """BLOCK_M for experts with `average` rows."""
     return next(block_m for most, block_m in blocks if average <= most)
 
 
 def is_short(waves: float) -> bool:
-    """Whether programs are a wave and a second one of at most half as many."""
+    """Whether programs are one wave and at most half of a second one."""
     return 1 < waves <= 1.5
 
 

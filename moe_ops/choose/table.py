@@ -1,4 +1,6 @@
-"""Configs that were measured go before rules, and one that a search tries before both."""
+"""Measured configs, which take precedence over rules, and the override of a search, which takes
+precedence over both.
+"""
 
 from __future__ import annotations
 
@@ -14,42 +16,42 @@ from moe_ops.kernels.launch import Gpu
 from moe_ops.schemes import get_scheme
 from moe_ops.tables import lookup
 
-# Under `batch_invariant` kernel, tiles and order of the sums are those of so many rows an expert,
-# however many there are, where tiles have not been shown to give the same bits
-# (`plain.same_bits_in_all_tiles`, `mixed.wgmma_for_any_batch`): a tile of 32 tokens, which wastes
-# little of decoding and of prefilling.
+# Rows per expert for which configs are chosen under `batch_invariant`, whatever the real number,
+# except where all tiles were shown to give the same bits (`plain.same_bits_in_all_tiles`,
+# `mixed.wgmma_for_any_batch`). It gives tiles of 16 or 32 tokens, which waste little in decode and
+# in prefill.
 ROWS_OF_ANY_BATCH = 16
 
 
 class LayerSizes(NamedTuple):
     """The sizes of an expert layer, or of one product of sorted rows, on a GPU."""
 
-    pairs: int  # (token, expert), or rows of the sorted input
-    experts: int  # here
+    pairs: int  # (token, expert), or rows of a sorted input
+    experts: int  # local ones
     K: int
     I: int
     gpu: Gpu
     top_k: int = 1
-    routed: int = 0  # experts that share the pairs, if they are on several devices
+    routed: int = 0  # experts of all devices, which share the pairs; 0: those here
 
     @property
     def rows(self) -> int:
-        """Those of the pairs that are expected here."""
+        """Expected number of pairs with a local expert."""
         return pairs_here(self.pairs, self.experts, self.routed)
 
     @property
     def average(self) -> float:
-        """Average rows of an expert."""
+        """Average rows per expert."""
         return self.rows / self.experts
 
     def with_rows(self, rows: int) -> LayerSizes:
-        """The same experts with so many rows here."""
+        """The sizes with another number of local rows."""
         return self._replace(pairs=rows, routed=0)
 
 
 def measured(base: LayerConfig, layer: LayerSizes, scheme: str, dtype: torch.dtype) -> LayerConfig:
-    """The table's config for a layer on its GPU, or `base` if the table has none, or is not asked
-    (`override`).
+    """The config that the GPU's table has for a layer; `base` if it has none, and inside of
+    `override`.
     """
     if _override is not None:
         return base
