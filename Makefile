@@ -129,6 +129,7 @@ bench-gpu: venv
 	  --schemes fp8_w8a16:channel int8_w8a16:channel int4_w4a16:g64 mxfp4_w4a16 nvfp4_w4a16
 	$(PY) benchmarks/experts.py --only moe_ops --tokens 1 8 32 64 256 --shapes qwen3 mixtral --schemes int4_w4a16:g128
 	$(PY) benchmarks/end_to_end.py
+	$(PY) benchmarks/residency.py
 	$(PY) benchmarks/experts.py --report
 	$(PY) benchmarks/end_to_end.py --report
 

@@ -1072,6 +1072,171 @@ def draw_invariance(rows: list[dict], path: Path) -> None:
     print(path)
 
 
+# --- experts in host memory (residency.py) -------------------------------------------------------
+
+RESIDENCY = RESULTS / "residency_NVIDIA_H200.json"
+STACKS = {  # by shape: the model, and its layers with experts
+    "qwen3": ("Qwen3-30B-A3B", 48),
+    "gptoss120_bias": ("gpt-oss-120b", 36),
+    "dsv3": ("DeepSeek-V3", 58),
+    "tiny": ("tiny", 2),
+}
+RESIDENCY_PARTS = ("link", "decode", "misses", "overhead", "prompt", "host")
+BATCH_COLORS = {1: "#0072B2", 8: "#D55E00", 64: "#009E73"}
+
+
+def residency_key(row: dict) -> tuple:
+    """What a row is about."""
+    fields = ("part", "shape", "scheme", "num_tokens", "trace", "share", "implementation")
+    return tuple(row[name] for name in fields)
+
+
+def residency_order(key: tuple) -> tuple:
+    part, *rest = key
+    return (RESIDENCY_PARTS.index(part), *rest)
+
+
+def residency_title(row: dict) -> str:
+    return f"{STACKS[row['shape']][0]} {row['scheme'] or 'bf16'}"
+
+
+def show_residency(rows: list[dict]) -> None:
+    """Print a table of each part."""
+    for row in rows:
+        if row["part"] == "link":
+            calls = [{"implementation": ""} | call for call in row["calls"]]
+            columns: dict[str, Column] = {
+                "KiB": lambda call: call["num_bytes"] >> 10,
+                "copy GB/s": lambda call: f"{call['num_bytes'] / call['copy_us'] / 1e3:.1f}",
+                "kernel GB/s": lambda call: f"{call['num_bytes'] / call['kernel_us'] / 1e3:.1f}",
+                "kernel us": "{kernel_us:.1f}",
+            }
+            show(calls, columns)
+    skipped = ("part", "shape", "scheme", "num_tokens", "implementation", "layers", "slots", "run")
+    for part in RESIDENCY_PARTS[1:]:
+        found = [row for row in rows if row["part"] == part]
+        if found:
+            fields = [name for name in dict.fromkeys(n for row in found for n in row)]
+            fields = [name for name in fields if name not in (*skipped, "reason")]
+            print(f"\n{part}")
+            first: dict[str, Column] = {"stack": residency_title, "tokens": "{num_tokens}"}
+            first["implementation"] = "{implementation}"
+            show(found, first | {name: f"{{{name}}}" for name in fields})
+
+
+def report_residency(results: Results, folder: Path) -> None:
+    rows = [*results.rows.values()]
+    show_residency(rows)
+    draw_residency(rows, folder / f"{results.path.stem}.png")
+
+
+def tokens_a_second(row: dict, us: float) -> float:
+    """Of a whole model whose experts alone take time, `us` being that of the row's layers."""
+    return row["num_tokens"] / us * 1e6 * row["layers"] / STACKS[row["shape"]][1]
+
+
+def draw_residency(rows: list[dict], path: Path) -> None:
+    """A panel for each stack: tokens a second over the resident share, and what the link allows of
+    them."""
+    rows = [r for r in rows if r["part"] == "decode" and r["trace"] == "local" and "us" in r]
+    ours = [row for row in rows if row["implementation"] == OURS]
+    titles = list(dict.fromkeys(residency_title(row) for row in ours))
+    if not titles:
+        return
+    panels = Panels(len(titles), 3, (3.8, 3.4), (0.5, 0.7))
+    names = []
+    for panel, title in zip(panels.flat, titles, strict=True):
+        part = [row for row in ours if residency_title(row) == title]
+        for batch in sorted({row["num_tokens"] for row in part}):
+            found = sorted([r for r in part if r["num_tokens"] == batch], key=lambda r: r["share"])
+            shares = [100 * row["share"] for row in found]
+            color = BATCH_COLORS.get(batch, "#000000")
+            for name, field, line in ((f"batch {batch}", "us", "o-"), ("link", "bound_us", "--")):
+                rates = [tokens_a_second(row, row[field]) for row in found]
+                (drawn,) = panel.plot(shares, rates, line, color=color)
+                panels.drawn.setdefault(name, drawn)
+                names.append(name)
+        for row in rows:
+            if row["implementation"] != OURS and residency_title(row) == title:
+                mark = {"FreeToken": "x", "accelerate cpu_offload": "v"}[row["implementation"]]
+                color = BATCH_COLORS.get(row["num_tokens"], "#000000")
+                rate = tokens_a_second(row, row["us"])
+                (drawn,) = panel.plot([100 * row["share"]], [rate], mark, color=color)
+                panels.drawn.setdefault(row["implementation"], drawn)
+                names.append(row["implementation"])
+        panel.set(title=title, xlabel="% of the experts on the GPU", yscale="log")
+        panel.grid(alpha=0.3)
+    labels = {"link": "resident time, the misses' bytes over the link, and 5 us a layer"}
+    order = dict.fromkeys(names)
+    panels.save(path, "tokens a second, of all layers' experts", order, 0.7, 4, "small", labels)
+
+
+def residency(path: Path = RESIDENCY) -> str:
+    """Decoding under the local trace, beside the link's bound and the resident stack; the picture;
+    and peers."""
+    rows = [r for r in rows_of(path) if r["part"] == "decode" and r["trace"] == "local"]
+    rows = [row for row in rows if "us" in row]
+    ours = [row for row in rows if row["implementation"] == OURS]
+    if not ours:
+        return "No results are committed yet."
+    batches = sorted({row["num_tokens"] for row in ours})
+    columns = [f"batch {batch}" for batch in batches]
+
+    def table(header: Sequence[str], cells: dict[tuple, dict[int, str]]) -> str:
+        lines = [(*key, *[of.get(batch, "-") for batch in batches]) for key, of in cells.items()]
+        return markdown((*header, *columns), lines)
+
+    cells: dict[tuple, dict[int, str]] = {}
+    for row in ours:
+        if row["share"] < 1:
+            key = residency_title(row), f"{100 * row['share']:.0f} %"
+            text = f"{100 * row['hit_rate']:.0f} %, {row['ratio']:.2f}, {row['of_resident']:.2f}"
+            cells.setdefault(key, {})[row["num_tokens"]] = text
+    blocks = [table(("", "on the GPU"), cells)]
+    picture = path.with_suffix(".png")
+    if picture.exists():
+        alt = "Tokens a second over the share of experts on the GPU, beside what the link allows"
+        blocks.append(f"![{alt}](../benchmarks/results/{picture.name})")
+    times = {(residency_title(r), r["share"], r["num_tokens"]): r["us"] for r in ours}
+    peers: dict[tuple, dict[int, str]] = {}
+    for row in rows:
+        us = times.get((residency_title(row), row["share"], row["num_tokens"]))
+        if us and row["implementation"] != OURS:
+            key = row["implementation"], f"{100 * row['share']:.0f} %"
+            peers.setdefault(key, {})[row["num_tokens"]] = number(row["us"] / us, 2)
+    if peers:
+        blocks.append(table(("times as long", "on the GPU"), peers))
+    return "\n\n".join(blocks)
+
+
+def residency_parts(path: Path = RESIDENCY) -> str:
+    """Of each stack: misses, calls that find all, and prompts."""
+    found: dict[str, dict[str, str]] = {}
+    for row in rows_of(path):
+        if row["part"] == "link":
+            continue
+        cells = found.setdefault(residency_title(row), {})
+        if row["part"] == "misses" and row.get("gb_s"):  # the last has most
+            share = 100 * row["gb_s"] / row["copy_gb_s"]
+            cells["misses"] = f"{row['gb_s']:.1f}, {share:.0f} %"
+        elif row["part"] == "overhead":
+            cells[f"found {row['num_tokens']}"] = (
+                f"{row['extra_us']:.1f}, {row['over_resident']:.2f}"
+            )
+        elif row["part"] == "prompt":
+            cells["prompt"] = f"{row['ratio']:.2f}"
+    found = {title: cells for title, cells in found.items() if cells}
+    if not found:
+        return "No results are committed yet."
+    columns = {"misses": "misses, GB/s", "prompt": "prompt"}
+    columns |= {f"found {n}": f"all found, batch {n}" for n in BATCH_COLORS}
+    columns = {
+        name: title for name, title in columns.items() if any(name in c for c in found.values())
+    }
+    lines = [(title, *[c.get(name, "-") for name in columns]) for title, c in found.items()]
+    return markdown(("", *columns.values()), lines)
+
+
 # --- CPUs (cpu_layer.py, cpu_quantized.py, cpu_ggml.py) ------------------------------------------
 
 CPU_PEERS = ("eager", "grouped_mm", "batched_mm")
@@ -1455,6 +1620,7 @@ KINDS = {
     "training": Kind(step_key, step_order, report_steps),
     "expert_parallel": Kind(spread_key, spread_order, report_spread),
     "batch_invariant": Kind(invariance_key, invariance_order, report_invariance),
+    "residency": Kind(residency_key, residency_order, report_residency),
 }
 # those without runs: all of their rows are of one machine
 CPU_KINDS = {"cpu_layer": report_cpu_layers, "cpu_quantized": report_cpu_schemes}
@@ -1515,6 +1681,8 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "8-bit activations": eight_bits,
         "weight-only peers": weight_only,
         "weight-only peers on an H100": lambda: weight_only(LAYERS_ON_H100),
+        "experts in host memory": residency,
+        "experts in host memory, parts": residency_parts,
         "tritons": lambda: compared(TRITONS),
         "stages": lambda: compared(STAGES),
     },
