@@ -189,7 +189,7 @@ def derivative(x: Tensor, grad: Tensor, activation: Activation) -> Tensor:
         g, u = x[..., 0::2], x[..., 1::2]
     else:
         g, u = x.chunk(2, dim=-1)
-    limited = limit < NO_LIMIT and name not in ("gelu", "gelu_tanh")
+    limited = limit < NO_LIMIT
     clamped_u = u.clamp(-limit, limit) if limited else u
     if name in ("swigluoai", "swigluoai_uninterleave"):
         clamped_g = g.clamp(max=limit) if limited else g

@@ -6,6 +6,7 @@ import torch
 
 import moe_ops
 from moe_ops import backends, checks
+from moe_ops.activations import NAMES
 from moe_ops.ops.problem import Machine
 from moe_ops.planning import bind
 from moe_ops.planning import machine as machines
@@ -316,13 +317,11 @@ FUSED = {
     ),
     "activation": (
         {"activation": "swish"},
-        "activation must be one of silu, gelu, gelu_tanh, swigluoai, swigluoai_uninterleave, "
-        "swiglustep, silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul, got 'swish'",
+        f"activation must be one of {', '.join(NAMES)}, got 'swish'",
     ),
     "activation in a list": (
         {"activation": ["silu"]},
-        "activation must be one of silu, gelu, gelu_tanh, swigluoai, swigluoai_uninterleave, "
-        "swiglustep, silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul, got ['silu']",
+        f"activation must be one of {', '.join(NAMES)}, got ['silu']",
     ),
     "misspelt activation": (
         {"activation": "Sillu"},

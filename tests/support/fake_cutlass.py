@@ -190,11 +190,11 @@ class FakeLibrary:
     def activated(self, gated: products.GatedProduct, found: Tensor, e: int) -> Tensor:
         """The activation of an expert's gate and up columns (rows, 2 n), fp64."""
         g = gated.product
-        names = ("silu", "gelu", "gelu_tanh", "swigluoai_uninterleave", "swiglustep")
-        name = names[gated.activation]
+        name = products.ACTIVATIONS[gated.activation]
         if gated.interleaved:
-            assert name == "swigluoai_uninterleave" and not gated.gate_up
-            name = "swigluoai"
+            assert name == "swigluoai" and not gated.gate_up
+        elif name == "swigluoai":
+            name = "swigluoai_uninterleave"
         if gated.bias:
             dtype = torch.float32 if gated.bias_is_float else torch.bfloat16
             found = found + at(gated.bias, g.groups * 2 * g.n, dtype).view(g.groups, -1)[e]

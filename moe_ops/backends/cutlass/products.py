@@ -22,8 +22,8 @@ from moe_ops.ops.products import Products
 
 _ARCHITECTURE = "sm_90a"
 _KERNEL, _BLOCKS = "moe_ops_sm90_product", "moe_ops_sm90_blocks"
-# enum Activation of csrc/cutlass/sm90_schedule.cuh
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep")
+# enum Activation of csrc/cutlass/sm90_tiles.cuh
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep")
 
 
 # Pairs from which on products leave multiprocessors to kernels that copy or sum rows beside them,
@@ -258,7 +258,7 @@ def _gated(product: GroupedProduct, activation: Activated, bias: Tensor | None) 
         bias=_address(bias),
         bias_is_float=bias is not None and bias.dtype == torch.float32,
         interleaved=activation.INTERLEAVED,
-        activation=_ACTIVATIONS.index(activation.ACTIVATION),
+        activation=ACTIVATIONS.index(activation.ACTIVATION),
         alpha=activation.alpha,
         beta=activation.beta,
         limit=activation.limit,

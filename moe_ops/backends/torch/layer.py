@@ -44,7 +44,7 @@ _DECODERS = (
     *("bf16", "int4", "int4_any", "mxfp4", "nvfp4", "int8", "fp8", "fp8_blocks"),
     *("int8_tokens", "fp8_tokens", "fp8_blocks_tokens"),
 )
-ACTIVATIONS = {  # of its Activation
+ACTIVATIONS = {  # enum Activation of csrc/cpu/activation.inc
     "silu": 0,
     "swigluoai": 0,
     "swigluoai_uninterleave": 0,

@@ -142,7 +142,6 @@ inline int64_t even(int64_t all, int64_t most) {
 }
 
 enum Tokens { WIDE, GROUPS, ROWS };  // how activations are quantized, and whose scales are: WIDE is not
-enum Activation { SWIGLU, GELU_TANH, SWIGLUSTEP };
 
 #if defined(__x86_64__)
 __attribute__((target("f16c"))) inline float widen_fp16(uint16_t bits) { return _cvtsh_ss(bits); }

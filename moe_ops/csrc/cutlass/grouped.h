@@ -77,7 +77,7 @@ struct GatedProduct {
   void* gate_up;        // (rows, 2 n): the product without bias, written; or null
   int32_t bias_is_float;
   int32_t interleaved;  // whether gate and up rows of w take turns; then gate_up is null
-  int32_t activation;   // sm90_schedule.cuh
+  int32_t activation;   // sm90_tiles.cuh
   float alpha;
   float beta;
   float limit;

@@ -206,23 +206,15 @@ __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store
   store.rows = w.rows - m;
   if constexpr (KIND == GATED_BLOCKS) {
     float const* bias = biases(shared, p, w, turns.group);
-    auto stored = [&](auto activation, auto plain) {
-      store_activated<activation, plain>(d[0], d[1], store, map, p, w, row, bias);
-    };
     bool whole = (w.n + 1) * BLOCK <= p.n, limited = p.gated.limit < NO_LIMIT;
-    switch (p.gated.activation) {
-      case SILU:
-        if (whole && !p.gated.bias && !limited) {
-          stored(cute::Int<SILU>{}, std::true_type{});
-        } else {
-          stored(cute::Int<SILU>{}, std::false_type{});
-        }
-        break;
-      case GELU: stored(cute::Int<GELU>{}, std::false_type{}); break;
-      case GELU_TANH: stored(cute::Int<GELU_TANH>{}, std::false_type{}); break;
-      case SWIGLUOAI: stored(cute::Int<SWIGLUOAI>{}, std::false_type{}); break;
-      default: stored(cute::Int<SWIGLUSTEP>{}, std::false_type{});
-    }
+    with_activation(p.gated.activation, [&](auto activation) {
+      constexpr int ACTIVATION = decltype(activation)::value;
+      if (ACTIVATION == SILU && whole && !p.gated.bias && !limited) {
+        store_activated<SILU, true>(d[0], d[1], store, map, p, w, row, bias);
+      } else {
+        store_activated<ACTIVATION, false>(d[0], d[1], store, map, p, w, row, bias);
+      }
+    });
   } else {
 #pragma unroll
     for (int at = 0; at < 2 * BLOCK; at += 64) {

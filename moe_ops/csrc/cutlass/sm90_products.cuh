@@ -173,16 +173,9 @@ __device__ void tile(Shared<KIND>& shared, Ring<KIND>& ring, Stored<KIND>& store
     // what is behind an outer product's rows its own map leaves out
     store.rows = KIND == OUTER ? STORED_ROWS : w.rows - m;
     if constexpr (KIND == GATED) {
-      auto stored = [&](auto activation) {
+      with_activation(p.gated.activation, [&](auto activation) {
         store_activated<decltype(activation)::value>(d[part], store, maps, p, w.x, bias);
-      };
-      switch (p.gated.activation) {
-        case SILU: stored(cute::Int<SILU>{}); break;
-        case GELU: stored(cute::Int<GELU>{}); break;
-        case GELU_TANH: stored(cute::Int<GELU_TANH>{}); break;
-        case SWIGLUOAI: stored(cute::Int<SWIGLUOAI>{}); break;
-        default: stored(cute::Int<SWIGLUSTEP>{});
-      }
+      });
     } else {
 #pragma unroll
       for (int at = 0; at < COLUMNS; at += STORED_BYTES<KIND> / 2) {

@@ -64,14 +64,13 @@ struct alignas(1024) Shared {
 };
 
 constexpr float NO_LIMIT = 3.0e38f;  // moe_ops/activations.py
-enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, SWIGLUSTEP };
 
 struct Gated {  // of gated kinds alone
   void const* bias;        // (groups, 2 n), or null
   bool bias_is_float;      // else bf16
   __nv_bfloat16* gate_up;  // (rows, 2 n), written: the product, or null
   bool interleaved;        // gate and up rows of weights take turns; bias is as they are
-  int activation;
+  int activation;  // sm90_tiles.cuh
   float alpha, beta, limit;  // NO_LIMIT where there is none
 
   __device__ float bias_at(int64_t i) const {

@@ -228,6 +228,8 @@ __device__ inline float above(float x, float limit) { return smaller(x, limit); 
 __device__ inline float clamped(float x, float limit) { return larger(above(x, limit), -limit); }
 __device__ inline float silu(float x, float alpha = 1) { return times_sigmoid(x, alpha * x); }
 
+enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, SWIGLUSTEP };
+
 template <int ACTIVATION>
 __device__ float activated(float g, float u, Gated const& p) {
   if constexpr (ACTIVATION == SILU) {
@@ -239,7 +241,20 @@ __device__ float activated(float g, float u, Gated const& p) {
   } else if constexpr (ACTIVATION == GELU) {
     return 0.5f * g * (1 + erff(g * 0.7071067811865476f)) * u;
   } else {  // (1 + tanh(z)) / 2 = sigmoid(2 z)
+    static_assert(ACTIVATION == GELU_TANH);
     return times_sigmoid(g, 1.5957691216057308f * (g + 0.044715f * g * g * g)) * u;
+  }
+}
+
+// `run` with an activation as a constant.
+template <class Run>
+__device__ __forceinline__ void with_activation(int activation, Run const& run) {
+  switch (activation) {
+    case SILU: run(cute::Int<SILU>{}); break;
+    case GELU: run(cute::Int<GELU>{}); break;
+    case GELU_TANH: run(cute::Int<GELU_TANH>{}); break;
+    case SWIGLUOAI: run(cute::Int<SWIGLUOAI>{}); break;
+    default: run(cute::Int<SWIGLUSTEP>{});
   }
 }
 

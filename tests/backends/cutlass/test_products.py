@@ -4,6 +4,7 @@ where they are built.
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from moe_ops.kernels.activation import activated
 from tests.autograd.test_gradients import call, cotangent, leaves
 from tests.support import fake_cutlass, oracle
 from tests.support.cases import BF16, FP16, FP32, Case
+from tests.support.paths import ROOT
 
 CUDA = torch.cuda.is_available()
 PLACES = [
@@ -23,6 +25,7 @@ PLACES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 devices = pytest.mark.parametrize("device", PLACES)
+TILES = ROOT / "moe_ops/csrc/cutlass/sm90_tiles.cuh"
 ROUNDING = {"rtol": 2**-8, "atol": 1e-2}  # to bf16, and sums in fp32 that nearly cancel
 # rows of each expert: none, a part of a tile, exactly one, of several an odd and an even number
 ROWS = {
@@ -143,6 +146,16 @@ ACTIVATED = {
     "swigluoai, halves": (Activation("swigluoai_uninterleave", beta=0.4), FP16, True),
     "swiglustep": (Activation("swiglustep", limit=0.9), FP16, True),
 }
+for name in products.ACTIVATIONS:
+    ACTIVATED.setdefault(name, (Activation(name), BF16, True))
+
+
+def test_numbers_of_activations_are_those_of_the_kernels():
+    text, names = TILES.read_text(), [name.upper() for name in products.ACTIVATIONS]
+    assert re.search(r"enum Activation \{ (.*) \}", text)[1].split(", ") == names
+    assert sorted(re.findall(r"run\(cute::Int<(\w+)>", text)) == sorted(names)
+
+
 # and the rank of what is added to the product
 ADAPTED = {
     "silu, adapted": (Activation("silu"), BF16, True, 16),

@@ -194,7 +194,7 @@ def test_every_number_of_rows(native, count):
 @pytest.mark.parametrize(
     "activation",
     [
-        *("silu", "swigluoai", "swigluoai_uninterleave", "gelu_tanh", "swiglustep"),
+        *layer.ACTIVATIONS,
         moe_ops.Activation("silu", limit=0.5),
     ],
     ids=str,

@@ -17,6 +17,7 @@ from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.launch import Gpu
 from moe_ops.ops.options import Options, encode
 from moe_ops.ops.problem import Machine, Problem
+from tests.support import oracle as formulas
 
 triton = pytest.importorskip("triton")
 
@@ -39,43 +40,14 @@ TOLERANCE = {FP32: 2e-6, BF16: 2.0**-8, FP16: 2.0**-11}
 GARBAGE = -(2**30)  # in integer workspaces: any address made from it would be far outside
 
 
-# --- the oracle: formulas written out again, one pair at a time, in fp64 -------------------------
-
-
-def oracle_activation(v: torch.Tensor, act: Activation) -> torch.Tensor:
-    name, limit = act.name, act.limit
-    gelu = {
-        "gelu": lambda t: t * (1 + torch.erf(t / math.sqrt(2))) / 2,
-        "gelu_tanh": lambda t: (
-            t * (1 + torch.tanh(math.sqrt(2 / math.pi) * (t + 0.044715 * t**3))) / 2
-        ),
-    }
-
-    def silu(t):
-        return t / (1 + torch.exp(-t))
-
-    if name == "silu_no_mul":
-        return silu(v)
-    if name == "relu2_no_mul":
-        return v.clamp(min=0) ** 2
-    if name.endswith("_no_mul"):
-        return gelu[name.removesuffix("_no_mul")](v)
-    half = v.shape[-1] // 2
-    g, u = (v[0::2], v[1::2]) if name == "swigluoai" else (v[:half], v[half:])
-    if name in gelu:
-        return gelu[name](g) * u
-    if name == "swiglustep":
-        return silu(g).clamp(max=limit) * u.clamp(-limit, limit)
-    g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    if name == "silu":
-        return silu(g) * u
-    return g / (1 + torch.exp(-act.alpha * g)) * (u + act.beta)
+# --- the oracle: a layer written out again, one pair at a time, in fp64 -------------------------
 
 
 def oracle_expert(x, w13, w2, b13, b2, act):
     """One row through one expert, fp64."""
     v = w13.double() @ x
-    h = oracle_activation(v if b13 is None else v + b13.double(), act)
+    v = v if b13 is None else v + b13.double()
+    h = formulas.activation(v, act.name, act.alpha, act.beta, act.limit)
     y = w2.double() @ h
     return y if b2 is None else y + b2.double()
 
