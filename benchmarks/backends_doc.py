@@ -8,11 +8,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from moe_ops import backends
 from moe_ops.activations import NAMES, Activation
+from moe_ops.csrc import build
 from moe_ops.ops import relayout
 from moe_ops.ops.backend import Backend
 from moe_ops.ops.options import Options
@@ -146,11 +148,17 @@ def yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
+# plans as on a machine that has built no kernels: the documents do not follow where they are made
+unbuilt = mock.patch.object(build, "installed", lambda *_: None)
+
+
+@unbuilt
 def explanation() -> str:
     """A plan as it prints: one layer of Qwen3-30B-A3B in fp8_block."""
     return f"```\n{plans.plan(QWEN3, H200)}\n```"
 
 
+@unbuilt
 def tiers() -> str:
     """What "auto" runs where times of backends were measured."""
     lines = []
