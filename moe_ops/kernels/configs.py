@@ -17,6 +17,8 @@ SMALLEST_BLOCK_M = 16  # tokens: the fewest of a tensor-core instruction of the 
 SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "gemv"
 SM90_MMA = "sm90_mma"  # one token
 SM90_PACKED = "sm90_packed"  # many rows an expert
+# number formats of weights that the kernels of `mixed_gemm` decode; sm80_mma.py and packed.py all
+DECODED = ("int4", "int8", "e2m1", "e3m2", "e2m3", "e4m3")
 
 
 class GemmConfig(NamedTuple):

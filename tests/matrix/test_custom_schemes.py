@@ -124,11 +124,7 @@ def activation_values(x: Tensor, d: QuantDesc | None, static: Tensor | None) -> 
 def weight_values(w) -> Tensor:
     """The fp64 values of a quantized weight, by the description of its scheme."""
     d = get_scheme(w.scheme).weight
-    bits = d.format.bits
-    codes = oracle.codes(w.qdata, bits) if bits < 8 else w.qdata.double()
-    if bits < 8 and d.dtype != "int4":
-        codes = torch.tensor(oracle.code_values(d.dtype), dtype=torch.float64)[codes]
-    codes = codes.double()
+    codes = oracle.stored(w.qdata, d.dtype)
 
     def spread(t: Tensor) -> Tensor:
         t = t.double().view(E, *(t.shape[1:] if t.ndim == 3 else (1, 1)))

@@ -168,6 +168,16 @@ def codes(qdata: Tensor, bits: int) -> Tensor:
     return sum(grouped[..., i] << i for i in range(bits)).long()
 
 
+def stored(qdata: Tensor, fmt: str) -> Tensor:
+    """The fp64 values (..., K) of stored elements; of int4 their codes, 0 to 15."""
+    if fmt == "int8":
+        return qdata.double()
+    if fmt == "int4":
+        return codes(qdata, 4).double()
+    table = torch.tensor(code_values(fmt), dtype=torch.float64, device=qdata.device)
+    return table[codes(qdata, 1 + sum(FORMATS[fmt][:2]))]
+
+
 def _over(amax, divisor: float):
     # A GPU divides by a Python number through its reciprocal, which breaks the ties that 16-bit
     # data have.
@@ -240,13 +250,7 @@ def dequantized(
     group or 128x128 block. int4 times such a scale is rounded to e4m3 before a scale of the row
     multiplies it."""
     fmt = weight_format(scheme)
-    if fmt.startswith("int"):
-        bits = int(fmt[3:])
-        elements = (codes(qdata, 4) if bits == 4 else qdata).double()
-    else:
-        bits = 1 + sum(FORMATS[fmt][:2])
-        table = torch.tensor(code_values(fmt), dtype=torch.float64, device=qdata.device)
-        elements = table[codes(qdata, bits)]
+    elements = stored(qdata, fmt)
     E, N, K = elements.shape
     if scheme.startswith("mx"):
         scale = 2.0 ** (scale.double() - 127)

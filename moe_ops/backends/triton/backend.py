@@ -71,6 +71,7 @@ def _decoded(name: str) -> bool:
 _MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
 # AMD's GPUs for which tools/compile_matrix.py compiles the kernels; none was run on hardware
 AMD_GPUS = ("gfx942",)
+_WITH_KERNELS = frozenset(("", *_QUANTIZING, *_MIXED_SCHEMES))
 _NATIVE = (*_QUANTIZING, *sorted(name for name in _MIXED_SCHEMES if SCHEMES[name].weight_only))
 
 
@@ -98,11 +99,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"{quantizing[0]!r}; use backend='torch' or 'auto'"
         )
     for scheme in {w13: None, w2: None}:
-        weight = SCHEMES[scheme].weight
-        if weight is not None and weight.minimum:
+        if scheme not in _WITH_KERNELS:
+            weight = SCHEMES[scheme].quantized_weight
+            what = "minima beside scales" if weight.minimum else f"weights of {weight.dtype}"
             reasons.append(
-                f"triton has no kernels for minima beside scales, got {scheme!r}; backend "
-                "'torch' dequantizes such weights"
+                f"triton has no kernels for {what}, got {scheme!r}; backend 'torch' dequantizes "
+                "such weights"
             )
     if _needs_newer_triton(problem, machine):
         major, minor = machine.capability

@@ -14,7 +14,14 @@ from moe_ops.kernels.mixed_gemm.operands import MixedOperand
 from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
 
 SMALLEST_BLOCK_M = 8  # tokens: the columns of one tensor-core instruction
-FORMATS = ("int4", "int4_e4m3", "e2m1", "e2m1_words", "int8", "e4m3")  # of sm90_wgmma.py
+FORMATS = (
+    "int4",
+    "int4_e4m3",
+    "e2m1",
+    "e2m1_words",
+    "int8",
+    "e4m3",
+)  # of sm90_wgmma.py and gemv.py
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 SCALED_SUMS = 32  # BLOCK_M up to which int4 with bf16 scales and zero points has sums scaled

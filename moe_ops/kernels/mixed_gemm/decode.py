@@ -328,6 +328,7 @@ def weights(
             w0 = six_bit_value(p, FORMAT, tl.bfloat16)
             w1 = w0
         else:
+            tl.static_assert(FORMAT == "e4m3")
             w0 = e4m3_value(p)
             w1 = w0
         if SCALED and FORMAT != "e2m1" and not ROUNDED:
@@ -345,8 +346,12 @@ def weights(
         elif SIX:
             w0 = six_bit_value(p, FORMAT, tl.float32)
             w1 = w0
+        elif FORMAT == "int8":
+            w0 = p.to(tl.int8, bitcast=True)
+            w1 = w0
         else:
-            w0 = p.to(tl.int8, bitcast=True) if FORMAT == "int8" else decode(p, tl.float32)
+            tl.static_assert(FORMAT == "e4m3")
+            w0 = decode(p, tl.float32)
             w1 = w0
         w0, w1 = w0.to(tl.float32), w1.to(tl.float32)
         if HAS_ZERO:

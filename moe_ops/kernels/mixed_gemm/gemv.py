@@ -34,6 +34,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
+from moe_ops.kernels.mixed_gemm.configs import FORMATS
 from moe_ops.kernels.mixed_gemm.gemv_dot import (
     chunk_products,
     load_chunks,
@@ -375,7 +376,7 @@ def _why_not(
 ) -> str | None:
     """Why the kernels cannot run with such weights at any address, or None."""
     of_chunk = CHUNK * 8 // of.bits
-    if of.bits == 6 or of.scale == "weight":
+    if of.name not in FORMATS or of.scale == "weight":
         return f"gemv takes no {of.name} weights whose scales are {of.scale!r}"
     if any([size % of_chunk for size in columns]):
         return f"gemv takes rows of whole 16 bytes, {of_chunk} columns, got {columns}"

@@ -150,6 +150,7 @@ def word_products(w, x, acc, FORMAT: tl.constexpr):
         acc = int8_product(w, x2, acc, 16)
         return int8_product(w, x3, acc, 24)
     else:
+        tl.static_assert(FORMAT == "e4m3")
         acc = e4m3_product(w, x0, acc, 0)
         acc = e4m3_product(w, x1, acc, 8)
         acc = e4m3_product(w, x2, acc, 16)

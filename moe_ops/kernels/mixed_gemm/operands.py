@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.configs import GemmConfig
+from moe_ops.kernels.configs import DECODED, GemmConfig
 from moe_ops.kernels.launch import Constant, Gpu, Pointer, Specialized, unprefixed
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv
@@ -54,11 +54,12 @@ class Format(NamedTuple):
 
 def describe(scheme: str) -> Format | None:
     """The Format of a scheme's weights. None for plain weights, for weights that the kernels of
-    `gemm` multiply with activations of the same format, and for those with minima.
+    `gemm` multiply with activations of the same format, and for those that no kernel decodes: with
+    minima, or of other number formats than DECODED.
     """
     found = get_scheme(scheme)
     desc, activation = found.weight, found.activation
-    if desc is None or desc.minimum:
+    if desc is None or desc.minimum or desc.dtype not in DECODED:
         return None
     alike = activation is not None and activation.dtype == desc.dtype in ("e4m3", "int8")
     if alike and not desc.is_mx:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from moe_ops.kernels.configs import DECODED
 from moe_ops.kernels.rows.rounding import Rounding
 from moe_ops.ops.call import Weight
 from moe_ops.schemes import SCHEMES, QuantScheme, get_scheme
@@ -26,7 +27,7 @@ def frozen(scheme: str) -> Frozen | None:
     if scheme not in SCHEMES:  # one of the user's own may have any groups
         return None
     weight, activation = SCHEMES[scheme].weight, SCHEMES[scheme].activation
-    if weight is None or weight.channel_scale or weight.minimum:
+    if weight is None or weight.channel_scale or weight.minimum or weight.dtype not in DECODED:
         return None
     alone = get_scheme(QuantScheme("its weights", weight, None)).name
     if activation is None:
@@ -46,8 +47,8 @@ def why_not(*weights: Weight) -> str | None:
     """Why the kernels do not run experts of these quantized weights; None if they do."""
     if any([frozen(weight.scheme) is None for weight in weights]):
         return (
-            "its scheme has no name, channel scales, minima, or a scale of all activations of a "
-            "call"
+            "its scheme has no name, channel scales, minima, a number format that no kernel "
+            "decodes, or a scale of all activations of a call"
         )
     if any([w.activation_scale is not None and w.activation_scale.numel() > 1 for w in weights]):
         return "its experts have activation scales of their own"

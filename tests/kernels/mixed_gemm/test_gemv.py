@@ -16,6 +16,8 @@ from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import gpu
+from moe_ops.kernels.mixed_gemm.configs import FORMATS as DOTTED
+from moe_ops.kernels.mixed_gemm.operands import describe
 from moe_ops.schemes import get_scheme
 from tests.kernels.gemm.test_gemv import amid_nan, off_by, steps_of
 from tests.kernels.mixed_gemm.test_sm80_mma import FORMATS, everywhere
@@ -68,7 +70,7 @@ def check(case: Case) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("scheme", [name for name in FORMATS if "mxfp6" not in name])
+@pytest.mark.parametrize("scheme", [name for name in FORMATS if describe(name).name in DOTTED])
 def test_formats(where, scheme, kernels):
     check(Case(*where, scheme, **SIZES, bias=True))
     assert kernels == KERNELS

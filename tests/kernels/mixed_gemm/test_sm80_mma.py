@@ -11,6 +11,7 @@ import torch
 
 import moe_ops
 from moe_ops.ops import relayout
+from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 from tests.support import cases, oracle
@@ -66,6 +67,19 @@ def test_every_weight_only_scheme_is_native():
 def test_native_from_sm80_on(scheme):
     machine = Machine("cuda", (8, 0), "a GPU", ("triton",))
     assert backend.BACKEND.takes.native(scheme, machine)
+
+
+def test_number_formats_that_no_kernel_decodes_are_refused(monkeypatch):
+    monkeypatch.setattr(operands, "DECODED", ("int4",))
+    decoded = frozenset(filter(operands.describe, SCHEMES))
+    assert "int4_w4a16:g128" in decoded and "int8_w8a16:channel" not in decoded
+    monkeypatch.setattr(backend, "_WITH_KERNELS", decoded)
+    scheme, machine = "int8_w8a16:channel", Machine("cuda", (9, 0), "a GPU", ("triton",))
+    problem = Problem("experts", 8, 1024, 512, 1024, 2, BF16, scheme=scheme, options=Options())
+    assert backend.supports(problem, machine) == [
+        f"triton has no kernels for weights of int8, got {scheme!r}; backend 'torch' dequantizes "
+        "such weights"
+    ]
 
 
 # --- the expert layer ----------------------------------------------------------------------------
