@@ -134,6 +134,11 @@ class BatchedExpertsArgs(NamedTuple):
     def w2_scheme(self) -> str:
         return schemes_of_layer(self.scheme)[1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden_states' values."""
+        return self.out.dtype
+
 
 class GroupedLinearArgs(NamedTuple):
     """Arguments of `moe_ops::<backend>_grouped_linear`."""

@@ -1,46 +1,127 @@
-"""The steps of a layer whose products gather the rows of tokens: pairs are sorted into blocks of
-rows of one expert, multiplied twice, and summed. Chunks of it run one after the other, also where
-all rows share one dynamic scale of x and one of h. Imported at first launch only.
+"""A layer whose products gather the rows of tokens: pairs are sorted into blocks of rows of one
+expert, multiplied twice, and summed; rows of batches lie in such blocks already. Imported at first
+launch only.
+
+A backend provides the launches of both products (`GatheredProducts`) for a layer or a part of it.
+Parts run one after the other: chunks of tokens, also where all rows share one dynamic scale of x
+and one of h, or passes over subsets of the experts, which write one y.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
+from moe_ops.kernels import launch
 from moe_ops.kernels.comm.push import sum_ranks
 from moe_ops.kernels.configs import LayerConfig, block_bound
-from moe_ops.kernels.launch import Gpu, Launch, run
+from moe_ops.kernels.gemm.operands import Output
+from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.place.routing import (
-    NO_ROUTER_WEIGHTS,
-    RouterWeights,
     Routing,
     route_pairs,
     router_weights,
+    sorted_rows,
 )
-from moe_ops.kernels.place.sort import Sort, sort_into
+from moe_ops.kernels.place.sort import Sort, group_blocks, route, sort_into
 from moe_ops.kernels.rows.combine import combine
 from moe_ops.kernels.rows.e4m3_int8 import Valid, amax, counted
-from moe_ops.kernels.rows.scales import Shared, batches_of, rows_of, shared_of
+from moe_ops.kernels.rows.scales import Shared, batches_of, flat, rows_of, shared_of
+from moe_ops.meta.blocks import num_blocks
+from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
+from moe_ops.ops.chunks import chunks
 
 # cached: two sym_min cost every call time
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 
+AnyArgs = ExpertsArgs | BatchedExpertsArgs
 Args = TypeVar("Args", ExpertsArgs, BatchedExpertsArgs)
+# of a layer, or of a chunk of its tokens: `run_in_passes`
+Passes = Callable[[ExpertsArgs], Iterable[ExpertsArgs]]
 
 
-def run_in_chunks(
+class Placed(NamedTuple):
+    """The rows of a call, or of a part of it, and their blocks."""
+
+    routing: Routing
+    sort: Sort | None  # how a kernel sorts pairs into blocks; None: none does
+    before: list[Launch]  # what writes the blocks of batches
+    rows: int  # of x
+    rows_of_expert: int  # of one expert if x is batched, else all
+    h_rows: int  # of h: one for each pair
+    valid: Valid  # rows of x that an expert here takes, and router weights that scale the input
+
+    def table(self, gpu: Gpu) -> list[Launch]:
+        """What writes the blocks."""
+        return self.before if self.sort is None else [route(self.routing, self.sort, gpu)]
+
+
+class GatheredProducts(NamedTuple):
+    """The launches of the two grouped products of a layer, or of a part of it."""
+
+    first: list[Launch]  # place the rows, move or round them, and multiply them with w13
+    second: list[Launch]  # round h, and multiply it with w2
+    routing: Routing
+    y: Output  # of the second: y (split_k, S, K) in the order of pairs, or `out` of batches
+    split_k: int = 1  # programs that share a sum
+
+
+def placed(a: AnyArgs, config: LayerConfig, gpu: Gpu, unsorted: bool = False) -> Placed:
+    """The rows of a call in blocks of `config.block_m`.
+
+    Args:
+        unsorted: each pair has room for a block, which another kernel than the sorting one writes.
+    """
+    block_m = config.block_m
+    if isinstance(a, BatchedExpertsArgs):
+        E, T, _ = a.out.shape
+        rows, counts = E * T, a.expert_num_tokens
+        routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
+        before = [group_blocks(routing, counts, rows, T, block_m, gpu)]
+        return Placed(routing, None, before, rows, T, rows, counted("batched", counts))
+    (M, top_k), E, direct = a.topk_ids.shape, a.num_experts, config.direct
+    pairs = M * top_k
+    unsorted = unsorted or direct
+    blocks = pairs if unsorted else num_blocks_of(pairs, E, block_m)
+    routing = route_pairs(a.index_workspace, a.topk_ids, a.expert_map, E, blocks, direct)
+    sort = None if unsorted else sort_into(block_m, pairs, E, config.sort_chunk)
+    return Placed(routing, sort, [], M, M, pairs, valid_pairs(a, routing))
+
+
+def y_of(a: AnyArgs, dtype: torch.dtype, split_k: int = 1) -> Output:
+    """What the product with w2 writes: y (split_k, S, K), or the output of batches.
+
+    y is where x was, which the product with w13 has read. A call with slots has it at the end of
+    workspace2: x of a later pass is written when y has rows already.
+    """
+    if isinstance(a, BatchedExpertsArgs):
+        return Output(*batches_of(a.out)[:4])
+    space, K = a.workspace2, a.out.shape[1]
+    size = split_k * a.topk_ids.numel() * K
+    if a.options.slots:
+        space = flat(space, torch.float32, 0).view(-1)
+        space = space[(space.numel() - cdiv(size * dtype.itemsize, 4)) // 32 * 32 :]
+    return Output(flat(space, dtype, size), 0, K, 1)
+
+
+def parts_of(a: ExpertsArgs) -> list[ExpertsArgs]:
+    """The chunks of a call's tokens, if it runs in any."""
+    return chunks(a) if a.options.chunk_rows else [a]
+
+
+def run_layer(
     a: Args,
-    parts: list[Args],  # as ops/chunks cuts `a`
-    launches: Callable[[Args, Shared | None, bool], list[Launch]],
-    shared_behind: int | None,
+    parts: Sequence[Args],  # as ops/chunks cuts `a`
+    products: Callable[[Args, Shared | None], GatheredProducts],
     gpu: Gpu,
+    shared_behind: int | None = None,
 ) -> None:
-    """Run `launches(part, shared, gemm1_alone)` of each part, one after the other.
+    """Run a layer, in parts one after the other.
 
     Args:
         shared_behind: of a scheme whose rows share one dynamic scale, the fp32 elements of
@@ -52,46 +133,68 @@ def run_in_chunks(
     if shared_behind is not None and len(parts) > 1:
         shared = shared_of(a.workspace2, shared_behind)
         if a.hidden_states_scale is None:
-            run([amax_of(a, shared, gpu)], device, gpu)
+            launch.run([amax_of(a, shared, gpu)], device, gpu)
         else:
             shared.h.zero_()
         if a.a2_scale is None:
             for part in parts:
-                run(launches(part, shared, True), device, gpu)
+                launch.run(products(part, shared).first, device, gpu)
     for part in parts:
-        run(launches(part, shared, False), device, gpu)
+        launch.run(_launches(part, products(part, shared), gpu), device, gpu)
 
 
-def placed(a: ExpertsArgs, E: int, config: LayerConfig) -> tuple[Routing, Sort | None]:
-    """Pairs in blocks of `config.block_m` rows, and how they are sorted into them: not at all if
-    each is a block of its own.
+def _launches(a: AnyArgs, found: GatheredProducts, gpu: Gpu) -> list[Launch]:
+    launches = [*found.first, *found.second]
+    if isinstance(a, ExpertsArgs):
+        launches.append(summed(a, found.y.data, found.routing, gpu, found.split_k))
+    return launches
+
+
+def run_in_passes(
+    a: ExpertsArgs,
+    passes: Passes,
+    products: Callable[[ExpertsArgs], GatheredProducts],
+    gpu: Gpu,
+) -> None:
+    """Run a layer of which not all experts are at hand at a time, with the bits of one call over
+    all of them: each pass writes the rows of y of its own pairs, and one sum over all pairs
+    follows.
+
+    Args:
+        a: the call, with `Options.slots`.
+        passes: the arguments of each pass over the experts of `a`, or of the chunk of its tokens
+            that is given: these, but for weights of the same layout and the expert_map (E,) that
+            names their rows, -1 for experts of other passes. Each expert that ids name has one
+            pass, and ids out of range none. Kernels of the products of a pass are launched before
+            the next one is asked for.
+        products: those of a pass, with tiles that are chosen for the whole layer.
     """
-    pairs, direct, block_m = a.topk_ids.numel(), config.direct, config.block_m
-    blocks = pairs if direct else num_blocks_of(pairs, E, block_m)
-    routing = route_pairs(a.index_workspace, a.topk_ids, a.expert_map, E, blocks, direct)
-    return routing, None if direct else sort_into(block_m, pairs, E, config.sort_chunk)
-
-
-def weights_on_input(a: ExpertsArgs) -> RouterWeights:
-    """The router weights that scale the input, or none."""
-    on_input = a.options.router_weight_on_input
-    return router_weights(a.topk_weights) if on_input else NO_ROUTER_WEIGHTS
+    device = a.hidden_states.get_device()
+    for part in parts_of(a):
+        found = None
+        for one in passes(part):
+            found = products(one)
+            launch.run([*found.first, *found.second], device, gpu)
+        assert found is not None, "a layer has at least one pass"
+        every = route_pairs(part.index_workspace, part.topk_ids, None, a.num_experts, 0, False)
+        launch.run([summed(part, found.y.data, every, gpu, found.split_k)], device, gpu)
 
 
 def valid_pairs(a: ExpertsArgs, routing: Routing) -> Valid:
     """The rows of x that a local expert takes, and the router weights that scale the input."""
-    return Valid("pairs", routing, weights_on_input(a))
+    on_input = a.options.router_weight_on_input
+    return Valid("pairs", routing, router_weights(a.topk_weights if on_input else None))
 
 
-def amax_of(a: ExpertsArgs | BatchedExpertsArgs, shared: Shared, gpu: Gpu) -> Launch:
+def amax_of(a: AnyArgs, shared: Shared, gpu: Gpu) -> Launch:
     """Find the largest magnitude in the rows of x that a local expert takes."""
-    x, E = a.hidden_states, a.w2.shape[0]
+    x = a.hidden_states
     if isinstance(a, BatchedExpertsArgs):
-        T, K = x.shape[1:]
+        E, T, K = x.shape
         valid = counted("batched", a.expert_num_tokens)
         return amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)
     M, K = x.shape
-    routing = route_pairs(a.index_workspace, a.topk_ids, a.expert_map, E, 0, False)
+    routing = route_pairs(a.index_workspace, a.topk_ids, a.expert_map, a.num_experts, 0, False)
     return amax(rows_of(x), M, M, K, shared.x, valid_pairs(a, routing), shared.h, gpu)
 
 
@@ -102,4 +205,5 @@ def summed(a: ExpertsArgs, y: Tensor, routing: Routing, gpu: Gpu, split_k: int =
     if a.options.exchange:
         return sum_ranks(a, y, None, split_k)
     weights, weighted = router_weights(a.topk_weights), not a.options.router_weight_on_input
-    return combine(a.out, y, weights, routing, weighted, gpu, split_k, a.num_blocks)
+    blocks = num_blocks(routing.num_ids) if a.options.batch_invariant else 1
+    return combine(a.out, y, weights, routing, weighted, gpu, split_k, blocks)

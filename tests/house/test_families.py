@@ -26,7 +26,7 @@ ELSEWHERE = {
     "nn/load.py": "a paper",
     "backends/flashinfer/binding.py": "names of its own",
     "backends/flashinfer/library.py": "names of its own",
-    "backends/triton/mixed.py": "what was measured",
+    "backends/triton/products.py": "what was measured",
     "parallel/all2all.py": "the address of a library",
     "parallel/costs.py": "what was measured",
     "parallel/plan.py": "what was measured",

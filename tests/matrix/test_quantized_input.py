@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 import moe_ops
 from moe_ops import backends, numerics
-from moe_ops.backends.triton import plain
+from moe_ops.kernels import launch
 from moe_ops.numerics import QuantizedActivation
 from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Problem
@@ -315,19 +315,19 @@ def test_autocast_leaves_what_arrives(monkeypatch):
     ],
 )
 def test_nothing_quantizes_it_again(scheme, M, launched, monkeypatch):
-    found, run = [], plain.run
+    found, run = [], launch.run
 
     def spy(launches, *rest):
         found.extend(launches)
         return run(launches, *rest)
 
-    monkeypatch.setattr(plain, "run", spy)
+    monkeypatch.setattr(launch, "run", spy)
     args, options = arriving(Case("cpu", FP32, scheme, M=M, K=256, I=128))
     moe_ops.fused_experts(*args, **options, backend="triton")
-    assert [launch.kernel.name for launch in found] == launched
+    assert [one.kernel.name for one in found] == launched
     first = found[0].named()
     assert first.get("q_ptr") is None and first.get("to_q_ptr") is None
-    x = next(launch.named() for launch in found if "gemm1" in launch.kernel.name or M == 1)
+    x = next(one.named() for one in found if "gemm1" in one.kernel.name or M == 1)
     assert x["x_ptr"].data_ptr() == args[0].data_ptr()
     assert x["x_scale_ptr"].data_ptr() == options["hidden_states_scale"].data_ptr()
 

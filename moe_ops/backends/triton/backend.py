@@ -209,14 +209,17 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     quantized x and its scales, then y. If that is emulated, workspace13 holds h in fp32, and after
     it rounded h.
 
+    With slots y comes behind x in workspace2 (pipeline/gathered.py).
+
     M is T for batched_experts, and S for grouped_linear, which writes `out` directly and has no
     intermediate rows.
     """
     experts, K, I = problem.num_experts, problem.hidden_size, problem.intermediate_size  # noqa: E741
-    h, y, rows = 0, 0, M
+    h, x, y, rows = 0, 0, 0, M
     scheme = problem.schemes[0]  # where w2 has another, neither quantizes activations
     mixed = any([operands.describe(name) is not None for name in problem.schemes])
     block_m = mixed_configs.SMALLEST_BLOCK_M if mixed else SMALLEST_BLOCK_M
+    slots = problem.options.slots > 0
     if problem.kind == "experts":
         pairs = M * problem.top_k
         h, y = pairs, pairs * K
@@ -231,32 +234,35 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     rounded = rounding.describe(scheme) if mixed else None
     x_scale = "" if mixed else scales.describe(scheme).x
     if rounded is not None:
-        columns = I
+        columns, x = I, rounding.x_elements(rows, K, rounded)
         if problem.kind == "experts" and rounded.SCALE == "row":  # sm90_wgmma.py takes these
             columns = mixed_configs.padded(I)
             y = mixed_configs.y_rows(pairs) * K
-            y = maximum(y, mixed_configs.permuted_elements(pairs, K) + pairs)
+            x = maximum(x, mixed_configs.permuted_elements(pairs, K) + pairs)
         hidden = Buffer((rounding.h_elements(h, columns, rounded),), torch.float32)
-        y = maximum(y, rounding.x_elements(rows, K, rounded))
-        if rounded.SCALE == "nv":
-            y = y + scales.SHARED
     elif x_scale:
         elements = scales.h_elements(h, I, experts, x_scale, K % 16 == I % 16 == 0)
         hidden = Buffer((elements,), torch.float32)
-        x_elements = scales.x_elements(rows, K, x_scale)
-        if x_scale == "tensor":  # the one scale of all tokens outlives the products of a chunk
-            y = y + x_elements
-        elif not problem.quantized_input:
-            y = maximum(y, x_elements)
+        if x_scale == "tensor" or not problem.quantized_input:
+            x = scales.x_elements(rows, K, x_scale)
     else:
         columns = I
         if mixed and problem.kind == "experts":
             columns = mixed_configs.padded(I)
             y = mixed_configs.y_rows(pairs) * K
+            x = mixed_configs.permuted_elements(pairs, K) if slots else 0
         elements = h * columns
         if mixed and scheme == "":  # h of a plain w13, and behind it with permuted columns
             elements = round_up(elements, mixed_configs.ALIGNMENT) + elements
         hidden = Buffer((elements,), problem.dtype)
+    if slots:  # x of a pass is written when y has rows of those before
+        y = y + round_up(x, 32)
+    elif x_scale == "tensor":  # the one scale of all tokens outlives the products of a chunk
+        y = y + x
+    else:
+        y = maximum(y, x)
+    if rounded is not None and rounded.SCALE == "nv":
+        y = y + scales.SHARED
     return Workspaces(hidden, Buffer((y,), torch.float32), Buffer((index,), torch.int32))
 
 
@@ -289,17 +295,11 @@ def _launch(kind: str) -> Callable:
     plain, mixed = _PLAIN[kind], _MIXED[kind]
     two = _TWO.get(kind, mixed)
 
-    def launch(args: Any) -> None:
+    def launch(args: Any, *passes: Any) -> None:
         scheme = args.scheme
-        (mixed if scheme in _MIXED_SCHEMES else plain if scheme in SCHEMES else two)(args)
+        (mixed if scheme in _MIXED_SCHEMES else plain if scheme in SCHEMES else two)(args, *passes)
 
     return launch
-
-
-def _in_passes(*_: Any) -> None:
-    raise NotImplementedError(
-        "topk_ids must hold no more pairs than ResidentExperts has slots with backend 'triton'"
-    )
 
 
 BACKEND = register(
@@ -322,7 +322,7 @@ BACKEND = register(
             two_schemes=True,
             chunked=True,
             resident_on=("cuda", "cpu"),
-            passes=_in_passes,
+            passes=_launch("experts"),
             depends_on_batch=depends_on_batch,
         ),
         exchanges=Exchanges(adds_ranks=True),

@@ -79,6 +79,12 @@ class Output(NamedTuple):
     stride_m: Specialized
     stride_n: Specialized
 
+    @property
+    def data(self) -> Tensor:
+        """The tensor behind `ptr`."""
+        assert self.ptr is not None
+        return self.ptr
+
 
 @unprefixed
 class Scaling(NamedTuple):

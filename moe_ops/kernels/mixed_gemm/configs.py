@@ -92,16 +92,17 @@ def y_rows(pairs: Any) -> Any:
 
 
 def multiplies_e4m3(
-    config: LayerConfig, w2: MixedOperand, split_k: int, pairs: int, gpu: Gpu
+    config: LayerConfig, w2: MixedOperand, split_k: int, blocks: int, gpu: Gpu
 ) -> bool:
     """Whether sm90_wgmma.py multiplies int4_w4a8 in e4m3, which decodes with fewer instructions,
-    or in bf16, which takes fewer registers beside many rows.
+    or in bf16, which takes fewer registers beside many rows. `blocks`: those of few rows, one an
+    expert.
 
     Blocks of 64 rows have no registers for it, and spill. One token whose GEMM2 has few programs
     of many K tiles is faster in bf16.
     """
     steps = cdiv(cdiv(w2.K, w2.block_k(config.gemm2)), split_k)
-    programs = min(pairs, w2.E) * cdiv(w2.N, config.gemm2.block_n) * split_k
+    programs = blocks * cdiv(w2.N, config.gemm2.block_n) * split_k
     few = programs <= 2 * gpu.multiprocessors and steps > FEW_STEPS
     return config.block_m <= 32 and not few
 

@@ -1286,26 +1286,27 @@ def _prepare(
     block_m: int,
     split_k: int,
     pairs: int,
+    experts: int,  # of the layer, of which the weight may have some
     num_ids: int,
     gpu: Gpu,
 ) -> _Prepared:
     """What follows from shapes, the config and the number of pairs. Cached, because each call
     would compute it again.
     """
-    E, N, row_bytes = shape
+    _, N, row_bytes = shape
     block_n, _, num_stages, num_warps = config
     K = row_bytes * 8 // of.bits
     chunk_bytes = k_chunk * of.bits // 8
     block_k = chunks * k_chunk
     tiles_per_block = split_k * cdiv(N, block_n)
-    blocks = expected_blocks(pairs, E, num_ids, block_m)
+    blocks = expected_blocks(pairs, experts, num_ids, block_m)
     steps = cdiv(cdiv(K, block_k), split_k)
     kernel = WgmmaKernel(of, k_chunk, has_zero, config, block_m, block_k, steps, streams)
     held = occupancy(kernel, int(blocks * tiles_per_block), gpu)
     programs = programs_at_once(held, gpu)
-    unsorted = max_unsorted_pairs(pairs, E)
+    unsorted = max_unsorted_pairs(pairs, experts)
     if unsorted:
-        pairs_here = pairs * E / num_ids
+        pairs_here = pairs * experts / num_ids
         programs = pairs * programs_of_pair(programs, blocks, pairs_here, tiles_per_block)
     w_scales = None
     if scale_shape is not None:
@@ -1386,7 +1387,7 @@ def _operand(
         *(of, data.shape, data.stride(), k_chunk, w.chunks(config)),
         *(w.has_zero, w.streams, w.segments),
         *(scale_shape, scale_strides),
-        *(halves, config, block_m, split_k, pairs.S, pairs.num_ids, gpu),
+        *(halves, config, block_m, split_k, pairs.S, pairs.E, pairs.num_ids, gpu),
     )
     w_scales = None
     if elements is not None and prepared.w_scales is not None:

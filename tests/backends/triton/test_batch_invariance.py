@@ -29,7 +29,6 @@ from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine
 from moe_ops.parallel.placement import Placement, shard_experts
-from moe_ops.pipeline import gathered
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 from moe_ops.planning.training import PORTABLE
@@ -62,9 +61,8 @@ def launched() -> Iterator[list]:
     """The launches of each call, which are not run, as an H200 with a measured table gets them."""
     found: list = []
     with contextlib.ExitStack() as stack:
-        for module in (plain, mixed, gathered):
-            keep = mock.patch.object(module, "run", lambda launches, *_: found.append(launches))
-            stack.enter_context(keep)
+        keep = mock.patch.object(launch, "run", lambda launches, *_: found.append(launches))
+        stack.enter_context(keep)
         stack.enter_context(mock.patch.object(launch, "gpu", lambda device: H200))
         stack.enter_context(mock.patch.object(plain, "same_bits_in_all_tiles", in_all_tiles))
         stack.enter_context(mock.patch.object(lookup, "layer_config", measured))

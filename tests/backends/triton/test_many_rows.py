@@ -31,6 +31,7 @@ from moe_ops.kernels.mixed_gemm import sm90_wgmma
 
 SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not SM90, reason="needs SM90"))
+RUN = launch.run
 PRODUCT = "moe_ops_train_wgmma_packed"
 SIZES = {"E": 4, "top_k": 2, "K": 128, "I": 64}
 
@@ -58,7 +59,7 @@ def launches_of(case: Case, **options) -> list:
     """All launches of a call, as SM90 would get them."""
     with (
         mock.patch.object(configs, "on_sm90", lambda _: True),
-        mock.patch.object(mixed, "run") as run,
+        mock.patch.object(launch, "run") as run,
     ):
         moe_ops.fused_experts(*case.args, **case.options, backend="triton", **options)
     return [one for call in run.call_args_list for one in call.args[0]]
@@ -146,7 +147,7 @@ def emulated(case: Case, launches: list, device: int, gpu: Gpu) -> None:
     """Run launches, but the products in torch, from the rows and blocks that they are given."""
     for one in launches:
         if one.kernel.name != PRODUCT:
-            launch.run([one], device, gpu)
+            RUN([one], device, gpu)
             continue
         named = one.named()
         first = named["ACTIVATION"] != ""
@@ -184,7 +185,7 @@ def test_rows_and_sums(options, ids_dtype):
     with (
         mock.patch.object(configs, "on_sm90", lambda _: True),
         mock.patch.object(choose, "many_rows", lambda *_: True),
-        mock.patch.object(mixed, "run", run),
+        mock.patch.object(launch, "run", run),
     ):
         out = case.run("triton")
     case.options = {k: v for k, v in case.options.items() if k not in options}

@@ -13,6 +13,7 @@ import torch
 
 from moe_ops.choose.plain import choose_gemv
 from moe_ops.choose.table import LayerSizes, override
+from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import INTERPRETED, gpu
 from tests.kernels.mixed_gemm.test_sm80_mma import everywhere
@@ -22,7 +23,6 @@ from tests.support.cases import BF16, FP32, Case, assert_matches, tolerance
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from moe_ops.backends.triton import plain  # noqa: E402
 from moe_ops.kernels.gemm import gemv  # noqa: E402
 
 IDS = torch.tensor([[2, 0]])
@@ -34,13 +34,13 @@ SCHEMES = ["", "fp8_block"]
 def kernels(monkeypatch):
     """The kernels that a test launched."""
     found: list[str] = []
-    run = plain.run
+    run = launch.run
 
     def spy(launches, *rest):
-        found.extend(launch.kernel.name for launch in launches)
+        found.extend(one.kernel.name for one in launches)
         return run(launches, *rest)
 
-    monkeypatch.setattr(plain, "run", spy)
+    monkeypatch.setattr(launch, "run", spy)
     return found
 
 

@@ -14,6 +14,7 @@ import moe_ops
 from moe_ops.choose import candidates
 from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import LayerSizes, override
+from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import gpu
 from moe_ops.kernels.mixed_gemm.configs import FORMATS as DOTTED
@@ -25,8 +26,6 @@ from tests.support import cases
 from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, prepared, refill, tolerance
 
 pytest.importorskip("triton")
-
-from moe_ops.backends.triton import mixed
 
 IDS = torch.tensor([[2, 0, 3]])
 SIZES = {"M": 1, "E": 4, "top_k": 3, "K": 160, "I": 96, "ids": IDS}
@@ -49,13 +48,13 @@ def kernels(monkeypatch):
     """The kernels that a test launched, which leave out those of sm90_mma.py on a GPU."""
     found: list[str] = []
     monkeypatch.setattr(choose, "token_facts", lambda *_: None)
-    run = mixed.run
+    run = launch.run
 
     def spy(launches, *rest):
-        found.extend(launch.kernel.name for launch in launches)
+        found.extend(one.kernel.name for one in launches)
         return run(launches, *rest)
 
-    monkeypatch.setattr(mixed, "run", spy)
+    monkeypatch.setattr(launch, "run", spy)
     return found
 
 

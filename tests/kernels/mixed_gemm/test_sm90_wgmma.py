@@ -24,7 +24,6 @@ pytest.importorskip("triton.experimental.gluon")
 
 import moe_ops
 from moe_ops import environment
-from moe_ops.backends.triton import mixed
 from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels import launch
@@ -49,6 +48,7 @@ from moe_ops.kernels.rows.scales import rows_of
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops import relayout
+from moe_ops.pipeline import gathered
 from tools import wgmma_registers
 
 WHY_NO_GLUON = environment.why_no_gluon(environment.TRITON)
@@ -854,7 +854,7 @@ def test_blocks_of_unsorted_pairs_are_not_grouped():
     for number, expected in ((64, 0), (65, few)):  # a last chunk of a call, and a larger one
         options = (w.k_chunk, w.chunks(gemm), False, False, 1, None, (), 1, gemm, 64, 1)
         shape, strides = (128, 256, 1024), (256 * 1024, 1024, 1)
-        made = sm90_wgmma._prepare(w.wgmma_format, shape, strides, *options, number, 128, GPU)
+        made = sm90_wgmma._prepare(w.wgmma_format, shape, strides, *options, number, 128, 128, GPU)
         grouped = made.tile.GROUP_M
         assert grouped == expected
     assert few > 0
@@ -883,7 +883,7 @@ def launches_of(
     with (
         mock.patch.object(configs, "on_sm90", lambda _: True),
         mock.patch.object(sm90_wgmma, "why_not", lambda *_: None),
-        mock.patch.object(mixed, "run") as run,
+        mock.patch.object(launch, "run") as run,
         override(config),
     ):
         moe_ops.fused_experts(x, *case.args[1:3], weights, ids, backend="triton", **options)
@@ -959,7 +959,7 @@ def test_where_products_in_e4m3_are_faster(M, sizes, expected):
     config = choose.choose_wgmma(LayerSizes(M * top_k, E, K, I, GPU), 4)
     w2 = int4_e4m3()._replace(E=E, N=K, K=I)
     split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
-    assert configs.multiplies_e4m3(config, w2, split_k, M * top_k, GPU) == expected
+    assert configs.multiplies_e4m3(config, w2, split_k, min(M * top_k, w2.E), GPU) == expected
 
 
 @pytest.mark.parametrize("words", [False, True])
@@ -1058,7 +1058,7 @@ def test_rings_that_wrap(scheme, config):
 )
 def test_products_in_flight_across_k_tiles(scheme, config, split_k, K, I, streamed):  # noqa: E741
     sizes = {"M": 40, "E": 3, "top_k": 2, "K": K, "I": I, "bias": True}
-    with mock.patch.object(mixed, "run", wraps=mixed.run) as run:
+    with mock.patch.object(launch, "run", wraps=launch.run) as run:
         check(scheme, layer(*config)._replace(split_k=split_k), **sizes)
     launches = [one for call in run.call_args_list for one in call.args[0]]
     gemms = [one.named() for one in launches if "wgmma_gemm" in one.kernel.name]
@@ -1100,7 +1100,7 @@ def test_layers_without_a_sorting_kernel(scheme, routing, block_m, options):
         sizes["ids"] = torch.rand(M, 3).topk(top_k).indices + 5
     elif routing == "most of no expert":
         sizes["ids"] = torch.where(torch.rand(M, top_k) < 0.7, -1, torch.randint(70, (M, top_k)))
-    with mock.patch.object(mixed, "route") as route:
+    with mock.patch.object(gathered, "route") as route:
         check(scheme, layer(block_m, 64, 256, 2, 4), **sizes)
     assert not route.called
 
