@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.device.pdl import gdc_wait
 from moe_ops.kernels.launch import Constant, Gpu, Launch, Pointer, arguments, kernel
 from moe_ops.kernels.residency.table import Table
 
@@ -55,8 +55,8 @@ def moe_ops_fetch_experts(
     """Copy the rows of the arrivals, and enter them in the table. Grid: any number of programs,
     which take steps of all pieces in turn. Waits for the kernel that admits.
     """
+    # No gdc_launch_dependents: what follows may read weights and ids before it waits.
     gdc_wait(PDL)
-    gdc_launch_dependents(PDL)
     count = tl.load(num_arrivals_ptr)
     if count == 0:
         return
