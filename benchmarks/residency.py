@@ -11,18 +11,18 @@ resident stack, and beside what the link allows.
 All layers of a stack are in one CUDA graph, which is replayed for each step of a routing trace
 (routing_traces.py) after its ids were written. Each layer has weights of its own, on the host as
 on the GPU, so that misses read memory that no cache holds. Rows are written to
-FOLDER/residency_<GPU>.json as they come. Parts:
+FOLDER/residency_<GPU>.json as they come. The link is measured first: the copy engine and a kernel
+that reads pinned memory, by number of bytes. Parts:
 
-- link: the copy engine and a kernel that reads pinned memory, by number of bytes;
 - decode: time of a step, and the experts that were found and brought in that step, counted on the
   GPU. `bound_us` is the resident stack's time on the same steps, what the link's kernel takes for
   the bytes that each layer brought, and 5 us a layer;
 - misses: calls that miss a given number of experts, beside calls that find all;
-- overhead: calls that find all, in a bank of all experts but one, beside the resident stack;
+- host: what a profiler sees on the host while a step is replayed;
 - prompt: 4096 tokens, beside the longer of their time in the resident stack and of the copy engine
   with all experts;
-- host: what a profiler sees on the host while a step is replayed;
-- peers: transformers with accelerate's offload, FreeToken's cache, where they are installed.
+- peers: transformers with accelerate's offload, FreeToken's cache, where they are installed;
+- overhead: calls that find all, in a bank of all experts but one, beside the resident stack.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from torch import Tensor
 
 from moe_ops.meta.scales import TRITON_E2M1
 
-PARTS = ("link", "decode", "misses", "overhead", "prompt", "host", "peers")
+PARTS = ("decode", "misses", "host", "prompt", "peers", "overhead")
 SHARES = (0.1, 0.25, 0.4, 0.6, 1.0)
 SHARE = 0.4  # of the parts that have one
 PROMPT = 4096
@@ -103,7 +103,7 @@ class Bench:
             if "decode" in parts:
                 yield from self.decode(share)
             if share == SHARE:
-                for name in ("misses", "host", "prompt", "peers"):
+                for name in PARTS[1:-1]:
                     if name in parts:
                         yield from getattr(self, name)(share)
         if "overhead" in parts:
@@ -335,7 +335,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.quick:
         quick = {"stacks": ["qwen3 bf16", "qwen3 int4"], "shares": [SHARE, 1.0], "batch": [1, 64]}
-        vars(given).update(quick, seconds=0.25, limit=55)
+        parts = [part for part in given.parts if part != "peers"]
+        vars(given).update(quick, parts=parts, seconds=0.25, limit=55)
     if given.dry_run:
         vars(given).update(stacks=["tiny"], seconds=0.05, limit=60)
     return given
