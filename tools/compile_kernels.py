@@ -49,6 +49,9 @@ from moe_ops.kernels.comm.mailbox import PROGRAMS, Mailbox
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.place.layout import Layout
+from moe_ops.kernels.residency.admit import admit
+from moe_ops.kernels.residency.fetch import fetch
+from moe_ops.kernels.residency.table import table_of
 from moe_ops.kernels.router import fused, topk
 from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.push_scatter import push_scatter
@@ -153,6 +156,16 @@ class ExchangeCall:
     ids: torch.dtype = torch.int64
 
 
+@dataclass(frozen=True)
+class SlotsCall:
+    """Experts that are brought into slots."""
+
+    experts: int
+    slots: int
+    pieces: int  # tensors of an expert
+    ids: torch.dtype | None = torch.int64  # None: of a further pass
+
+
 class Compiled(NamedTuple):
     """A kernel as a call starts it."""
 
@@ -164,7 +177,7 @@ class Compiled(NamedTuple):
     grid: tuple[int, ...] = ()
 
 
-AnyCall = Call | RouterCall | TrainingCall | ExchangeCall
+AnyCall = Call | RouterCall | TrainingCall | ExchangeCall | SlotsCall
 
 
 class _Driver:
@@ -356,7 +369,7 @@ def problem_of(call: Call) -> Problem:
 
 def refused(call: AnyCall, arch: Arch) -> list[str]:
     """Why the call's backend does not take it on a GPU of `arch`, as `explain` says it."""
-    if isinstance(call, RouterCall):
+    if isinstance(call, (RouterCall, SlotsCall)):
         return []
     if isinstance(call, ExchangeCall):
         return [] if isinstance(arch, int) else ["its kernels are for NVIDIA GPUs"]
@@ -535,6 +548,20 @@ def compile_exchange(
     return found
 
 
+def compile_slots(call: SlotsCall, gpu: Gpu, arch: Arch, compiles: bool = True) -> list[Compiled]:
+    """The kernels that bring experts into slots, compiled for `arch` or listed."""
+    E, S = call.experts, call.slots
+    table = table_of(_empty(E + 2 * S, dtype=torch.int32), E, S)
+    ids = None if call.ids is None else _empty(4, 8, dtype=call.ids)
+    words = _empty(256, dtype=torch.int32)
+    pieces = _empty(call.pieces, 3, dtype=torch.int64)
+    with _compiling(gpu, arch, compiles) as found:
+        programs = gpu.multiprocessors
+        launches = [admit(table, ids, gpu), fetch(table, words, words, pieces, gpu, programs)]
+        launch.run(launches, -1, gpu)
+    return found
+
+
 def compile_any(call: AnyCall, gpu: Gpu, arch: Arch, compiles: bool = True) -> list[Compiled]:
     """The kernels of a call of any kind."""
     if isinstance(call, RouterCall):
@@ -543,6 +570,8 @@ def compile_any(call: AnyCall, gpu: Gpu, arch: Arch, compiles: bool = True) -> l
         return compile_training(call, gpu, arch, compiles)
     if isinstance(call, ExchangeCall):
         return compile_exchange(call, gpu, arch, compiles)
+    if isinstance(call, SlotsCall):
+        return compile_slots(call, gpu, arch, compiles)
     return compile_call(call, gpu, arch, compiles)
 
 

@@ -44,6 +44,7 @@ from compile_kernels import (
     Compiled,
     ExchangeCall,
     RouterCall,
+    SlotsCall,
     TrainingCall,
     Usage,
     arch_name,
@@ -179,6 +180,7 @@ def calls() -> Iterator[AnyCall]:
     yield from _routers()
     yield from _steps()
     yield from _exchanges()
+    yield from _slots()
 
 
 def _around_products() -> Iterator[Call]:
@@ -247,6 +249,15 @@ def _exchanges() -> Iterator[ExchangeCall]:
     yield ExchangeCall(2, 64, 130, 2, torch.float32, torch.int32)
 
 
+def _slots() -> Iterator[SlotsCall]:
+    """Experts that are brought into slots, few and as many as there may be."""
+    for experts, slots in ((8, 3), (128, 51), (256, 100), (1024, 1023)):
+        for ids in (torch.int32, torch.int64, None):
+            yield SlotsCall(experts, slots, 2, ids)
+    for pieces in (4, 6, 8):
+        yield SlotsCall(128, 51, pieces)
+
+
 def _routers() -> Iterator[RouterCall]:
     deepseek: dict[str, Any] = {
         "logits": torch.float32,
@@ -292,6 +303,7 @@ def one_each(arch: Arch) -> list[Reached]:
         *_around_products(),
         *_steps(),
         *_exchanges(),
+        *_slots(),
     ]  # which alone reach their kernels
     common = [call for call in calls() if call not in rare]
     apart = 37  # has no factor in common with the number of TOKENS, so that all of these come

@@ -14,6 +14,7 @@ from torch.library import opcheck
 
 import moe_ops
 from moe_ops.ops import resident
+from moe_ops.residency import bank
 from tests.support.cases import BF16, FP32, Case, assert_matches, poisoned_memory, tolerance
 from tests.support.fake_cuda import Recorder
 from tests.support.lru import Slots
@@ -50,6 +51,7 @@ def backend(request):
     return request.param
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bits_are_those_of_the_layer_on_the_device(scheme, backend):
     """Calls one after the other, so that experts stay, come and go."""
@@ -68,6 +70,52 @@ def test_bits_are_those_of_the_layer_on_the_device(scheme, backend):
     stats = moe_ops.residency_stats(experts)
     assert stats == (lru.hits, lru.misses, lru.misses * experts.expert_bytes)
     assert moe_ops.residency_stats(experts) == (0, 0, 0)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g64", "mxfp4_w4a16", "int8_w8a8"])
+@pytest.mark.parametrize("slots, streams", [(5, False), (2, False), (5, True), (2, True)])
+def test_passes_have_the_bits_of_one(scheme, slots, streams, monkeypatch):
+    """More pairs than slots, in passes over chosen experts or, as prompts, over all."""
+    pytest.importorskip("triton")
+    if streams:
+        monkeypatch.setattr(bank, "FLOPS_OF_BYTE", 0)
+    first = small(scheme)
+    experts, lru = experts_of(first, slots), Slots(8, slots)
+    for seed, M in enumerate((7, 1, 3, 5)):
+        case = small(scheme, seed, M=M)
+        case.args[1:3] = first.args[1:3]
+        case.options |= {k: first.options[k] for k in ("w13_bias", "w2_bias")}
+        expected = moe_ops.fused_experts(*case.args, **case.options, backend="triton")
+        with poisoned_memory():
+            out = run(case, experts, backend="triton")
+        assert torch.equal(out, expected), M
+        if not streams:
+            passes = -(-min(2 * M, 8) // slots)
+            list(lru.passes(case.args[4].flatten().tolist(), passes))
+    hits, misses, _ = moe_ops.residency_stats(experts)
+    if not streams:
+        assert (hits, misses) == (lru.hits, lru.misses)
+
+
+def test_a_prompt_leaves_a_true_table(monkeypatch):
+    """After all experts have streamed, calls find the last ones, and the slot between halves
+    is empty.
+    """
+    pytest.importorskip("triton")
+    case = small(M=9)
+    experts = experts_of(case, slots=5)
+    monkeypatch.setattr(bank, "FLOPS_OF_BYTE", 0)
+    run(case, experts, backend="triton")
+    monkeypatch.undo()
+    assert moe_ops.residency_stats(experts)[:2] == (0, 8)
+    for ids, hits in (([6, 7], 2), ([4, 5], 2), ([0, 6], 1)):
+        one = small(M=1, ids=torch.tensor([ids]))
+        one.args[1:3] = case.args[1:3]
+        one.options |= {k: case.options[k] for k in ("w13_bias", "w2_bias")}
+        expected = moe_ops.fused_experts(*one.args, **one.options, backend="triton")
+        assert torch.equal(run(one, experts, backend="triton"), expected)
+        assert moe_ops.residency_stats(experts)[:2] == (hits, 2 - hits)
 
 
 def test_more_pairs_than_slots_read_host_memory_on_a_cpu():

@@ -15,7 +15,18 @@ from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.launch import Constant, Gpu, Launch, Pointer, Runtime, arguments, kernel
 from moe_ops.kernels.residency.table import Table
 
-AT_ONCE = tl.constexpr(512)  # pairs
+FEW, MANY = tl.constexpr(128), tl.constexpr(1024)  # pairs that are counted at a time
+
+
+@triton.jit
+def count_pairs(
+    first, ids_ptr, P, E, top_k, ids_stride_m, ids_stride_k, BLOCK_E: tl.constexpr, N: tl.constexpr
+):
+    """(BLOCK_E,): how many of N pairs from `first` on each expert has."""
+    p = first + tl.arange(0, N)
+    expert = local_expert(ids_ptr, None, p, p < P, E, E, top_k, ids_stride_m, ids_stride_k, 0)
+    here = expert >= 0
+    return tl.histogram(tl.where(here, expert, 0), BLOCK_E, mask=here)
 
 
 @arguments
@@ -57,20 +68,21 @@ def moe_ops_admit_experts(
     """
     gdc_wait(PDL)
     gdc_launch_dependents(PDL)
-    e = tl.arange(0, BLOCK_E)
+    e, j = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
+    slot = tl.load(slot_of_ptr + e, mask=e < E, other=-1)
+    slots = tl.load(order_ptr + j, mask=j < S, other=0)
+    expert = tl.load(expert_of_ptr + slots, mask=j < S, other=-1)
     if ids_ptr is not None:
-        counts = tl.zeros((BLOCK_E,), tl.int32)
-        for start in range(0, P, AT_ONCE):
-            p = start + tl.arange(0, AT_ONCE)
-            chosen = local_expert(
-                ids_ptr, None, p, p < P, E, E, top_k, ids_stride_m, ids_stride_k, 0
-            )
-            here = chosen >= 0
-            counts += tl.histogram(tl.where(here, chosen, 0), BLOCK_E, mask=here)
+        ids = (ids_ptr, P, E, top_k, ids_stride_m, ids_stride_k)
+        if P <= FEW:
+            counts = count_pairs(0, *ids, BLOCK_E, FEW)
+        else:
+            counts = tl.zeros((BLOCK_E,), tl.int32)
+            for first in range(0, P, MANY):
+                counts += count_pairs(first, *ids, BLOCK_E, MANY)
         wanted = counts > 0
     else:
         wanted = tl.load(wanted_ptr + e, mask=e < E, other=0) != 0
-    slot = tl.load(slot_of_ptr + e, mask=e < E, other=-1)
     hit = wanted & (slot >= 0)
     hits = tl.sum(hit.to(tl.int32))
     missing = (wanted & (slot < 0)).to(tl.int32)
@@ -78,9 +90,6 @@ def moe_ops_admit_experts(
     comes = (missing != 0) & (rank < S - hits)
     count = tl.sum(comes.to(tl.int32))
 
-    j = tl.arange(0, BLOCK_S)
-    slots = tl.load(order_ptr + j, mask=j < S, other=0)
-    expert = tl.load(expert_of_ptr + slots, mask=j < S, other=-1)
     kept = (expert >= 0) & (tl.gather(hit.to(tl.int32), tl.maximum(expert, 0), 0) != 0)
     free = (j < S) & ~kept
     free_rank = tl.cumsum(free.to(tl.int32)) - 1
@@ -96,8 +105,8 @@ def moe_ops_admit_experts(
     tl.store(num_arrivals_ptr, count)
     tl.store(wanted_ptr + e, (wanted & ~hit & ~comes).to(tl.int32), mask=e < E)
     tl.store(served_ptr + e, tl.where(hit, slot, -1), mask=e < E)
-    tl.store(counters_ptr, tl.load(counters_ptr) + hits)
-    tl.store(counters_ptr + 1, tl.load(counters_ptr + 1) + count)
+    tl.atomic_add(counters_ptr, hits.to(tl.int64), sem="relaxed")
+    tl.atomic_add(counters_ptr + 1, count.to(tl.int64), sem="relaxed")
 
 
 def admit(

@@ -1,0 +1,214 @@
+"""ResidentExperts on a GPU: capture, replay with new routing, streams, and host memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.residency import bank, host
+from moe_ops.schemes import SCHEMES
+from tests.support.cases import BF16, Case, poisoned_memory
+from tests.support.lru import Slots
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+E, TOP_K, K, I = 16, 4, 256, 128  # noqa: E741
+
+
+def case_of(scheme: str = "", M: int = 2, seed: int = 0, **options) -> Case:
+    return Case("cuda", BF16, scheme, M=M, E=E, top_k=TOP_K, K=K, I=I, seed=seed, **options)
+
+
+def experts_of(case: Case, slots: int) -> moe_ops.ResidentExperts:
+    biases = {k: v for k, v in case.options.items() if k.endswith("_bias")}
+    return moe_ops.ResidentExperts(*case.args[1:3], **biases, slots=slots)
+
+
+def run(case: Case, experts: moe_ops.ResidentExperts, **options) -> torch.Tensor:
+    x, _, _, weights, ids = case.args
+    options = {"activation": case.options["activation"], "backend": "triton"} | options
+    return moe_ops.fused_experts(x, experts.w13, experts.w2, weights, ids, **options)
+
+
+def plain(case: Case, **options) -> torch.Tensor:
+    return moe_ops.fused_experts(*case.args, **case.options, **({"backend": "triton"} | options))
+
+
+def refused(scheme: str) -> bool:
+    """Schemes of which rows share a dynamic scale."""
+    desc = SCHEMES[scheme].activation
+    if desc is None or desc.static:
+        return False
+    return desc.group.is_tensor or desc.global_scale
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not refused(s) and ":min" not in s])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_bits_of_every_scheme(scheme, batch_invariant):
+    """One token, few, more pairs than slots, and prompts of few passes and of many."""
+    options = {"batch_invariant": batch_invariant}
+    first = case_of(scheme, bias=True)
+    experts = experts_of(first, slots=8)
+    for seed, M in enumerate((1, 2, 5, 1, 40, 3, 600, 2)):
+        case = case_of(scheme, M, seed)
+        case.args[1:3] = first.args[1:3]
+        case.options |= {k: v for k, v in first.options.items() if k.endswith("_bias")}
+        with poisoned_memory():
+            out = run(case, experts, **options)
+        assert torch.equal(out, plain(case, **options)), M
+
+
+@pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g128", "mxfp4_w4a16"])
+@pytest.mark.parametrize("M", [1, 2, 7, 64])
+def test_replays_follow_new_routing(scheme, M, monkeypatch):
+    case = case_of(scheme, M)
+    experts, lru = experts_of(case, slots=8), Slots(E, 8)
+    if M == 64:  # a prompt
+        monkeypatch.setattr(bank, "FLOPS_OF_BYTE", 0)
+    run(case, experts)  # compiles
+    experts.forget()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(case, experts)
+    moe_ops.residency_stats(experts)
+    for seed in range(1, 8):
+        new = case_of(scheme, M, seed)
+        for i in (0, 3, 4):
+            case.args[i].copy_(new.args[i])
+        graph.replay()
+        assert torch.equal(out, plain(case)), seed
+        if M != 64:
+            passes = -(-min(M * TOP_K, E) // 8)
+            list(lru.passes(case.args[4].flatten().tolist(), passes))
+    hits, misses, came = moe_ops.residency_stats(experts)
+    if M == 64:
+        assert (hits, misses) == (0, 7 * E)
+    else:
+        assert (hits, misses) == (lru.hits, lru.misses)
+    assert came == misses * experts.expert_bytes
+
+
+def test_prompts_leave_a_true_table(monkeypatch):
+    """After all experts have streamed, calls find the last ones."""
+    case = case_of(M=64)
+    experts = experts_of(case, slots=7)  # three to a half, and one slot more
+    monkeypatch.setattr(bank, "FLOPS_OF_BYTE", 0)
+    assert torch.equal(run(case, experts), plain(case))
+    monkeypatch.undo()
+    moe_ops.residency_stats(experts)
+    last = case_of(M=1, ids=torch.tensor([[12, 13, 14, 15]]))
+    last.args[1:3] = case.args[1:3]
+    assert torch.equal(run(last, experts), plain(last))
+    assert moe_ops.residency_stats(experts)[:2] == (4, 0)
+
+
+def test_a_warm_call_does_not_wait_for_the_device():
+    case = case_of(M=5)
+    experts = experts_of(case, slots=8)
+    run(case, experts)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(case, experts)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_a_capture_before_a_call_says_what_to_do():
+    case = Case("cuda", BF16, M=3, E=24, top_k=3, K=80, I=48)
+    experts = moe_ops.ResidentExperts(*case.args[1:3], slots=11)
+    from moe_ops.kernels import launch
+
+    launch._compiled.clear()
+    with (
+        pytest.raises(RuntimeError, match="warm up first"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        run(case, experts)
+
+
+def test_streams_wait_for_one_another():
+    case, other = case_of(M=1), case_of(M=1, seed=3)
+    other.args[1:3] = case.args[1:3]
+    experts = experts_of(case, slots=4)
+    expected = [plain(case), plain(other)]
+    run(case, experts)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    outs = []
+    for i in range(40):
+        with torch.cuda.stream(streams[i % 2]):
+            outs.append((i % 2, run((case, other)[i % 2], experts)))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[i]) for i, out in outs)
+
+
+def test_two_layers_on_two_streams():
+    cases = [case_of(M=1, seed=seed) for seed in range(2)]
+    layers = [experts_of(case, slots=5) for case in cases]
+    expected = [plain(case) for case in cases]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outs = []
+    for i in range(40):
+        with torch.cuda.stream(streams[i % 2]):
+            outs.append((i % 2, run(cases[i % 2], layers[i % 2])))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[i]) for i, out in outs)
+
+
+def test_compiled_layers_run_as_cuda_graphs():
+    case = case_of("int4_w4a16:g128", M=2)
+    experts = experts_of(case, slots=8)
+    x, _, _, weights, ids = case.args
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def layer(x, weights, ids):
+        return (
+            moe_ops.fused_experts(x, experts.w13, experts.w2, weights, ids, backend="triton") * 2
+        )
+
+    with torch.no_grad():
+        for seed in range(6):
+            new = case_of("int4_w4a16:g128", M=2, seed=seed)
+            for tensor, value in zip((x, weights, ids), (new.args[0], *new.args[3:]), strict=True):
+                tensor.copy_(value)
+            assert torch.equal(layer(x, weights, ids), 2 * plain(case))
+
+
+def test_host_memory_is_pinned_and_released():
+    memory = host.HostMemory(3 << 20, torch.device("cuda"))
+    data = memory.data
+    assert memory.pinned and data.is_pinned() and data.data_ptr() % 4096 == 0
+    del memory
+    assert not data.is_pinned()
+
+
+@pytest.mark.parametrize("M", [2, 5, 64])
+def test_memory_that_is_not_pinned(M, monkeypatch):
+    monkeypatch.setattr(host, "_PORTABLE_AND_MAPPED", 1 << 20)  # flags that CUDA refuses
+    case = case_of("fp8_block", M=M)
+    with pytest.warns(UserWarning, match="did not pin"):
+        experts = experts_of(case, slots=8)
+    if M == 64:
+        monkeypatch.setattr(bank, "FLOPS_OF_BYTE", 0)
+    for seed in range(3):
+        new = case_of("fp8_block", M, seed)
+        new.args[1:3] = case.args[1:3]
+        assert torch.equal(run(new, experts), plain(new))
+    with pytest.raises(RuntimeError, match="not pinned"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run(case, experts)
+
+
+def test_all_hits_cost_no_copies():
+    case = case_of(M=1)
+    experts = experts_of(case, slots=8)
+    run(case, experts)
+    moe_ops.residency_stats(experts)
+    for _ in range(5):
+        run(case, experts)
+    assert moe_ops.residency_stats(experts).misses == 0

@@ -1,0 +1,68 @@
+"""Host memory that is registered, released, or refused."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from moe_ops.residency.host import HostMemory
+from moe_ops.residency.rows import ExpertEntry, bytes_of, rows_in
+
+
+class Runtime:
+    """A CUDA runtime that notes what is registered."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.registered = error, {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.error:
+            self.registered[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.registered[address]
+
+
+def test_memory_is_pinned_as_long_as_it_is_held(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = HostMemory(12345, torch.device("cuda"))
+    data = memory.data
+    assert memory.pinned and data.numel() == 12345
+    assert runtime.registered == {data.data_ptr(): 12345} and data.data_ptr() % 4096 == 0
+    del memory
+    gc.collect()
+    assert not runtime.registered
+    data.zero_()  # views outlive it
+
+
+def test_refusal_is_said_with_its_cost(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    with pytest.warns(UserWarning, match="fraction of the link's rate.*ulimit -l"):
+        assert not HostMemory(1 << 20, torch.device("cuda")).pinned
+
+
+def test_memory_of_a_cpu_is_not_pinned():
+    assert not HostMemory(10, torch.device("cpu")).pinned
+
+
+def test_rows_take_hardly_more_than_the_weights():
+    """Each piece is whole, and none overlaps the next one."""
+    entries = {
+        "elements": ExpertEntry((24, 40), torch.bfloat16),
+        "scale": ExpertEntry((), torch.float32),
+        "codes": ExpertEntry((24, 3), torch.uint8),
+    }
+    starts, end = bytes_of(entries, 7)
+    rows = rows_in(torch.zeros(end, dtype=torch.uint8), entries, 7)
+    for i, (name, tensor) in enumerate(rows.tensors.items()):
+        assert tensor.shape == (7, *entries[name].shape) and tensor.is_contiguous()
+        assert starts[name] % 256 == 0
+        rows.entries[name].fill_(i + 1)
+    for i, tensor in enumerate(rows.tensors.values()):
+        assert (tensor.flatten().view(torch.uint8) == i + 1).all()
+    payload = sum(7 * entry.row_bytes for entry in entries.values())
+    assert payload <= end < payload + 3 * 256
