@@ -702,15 +702,17 @@ def main() -> None:
                 if reasons := refused(call, arguments.arch):
                     print(f"{shape} {scheme or 'bf16'} M={M}: {'; '.join(reasons)}")
                     continue
-                for name, constants, warps, binary, _ in compile_call(call, gpu, arguments.arch):
-                    if binary.hash in told:
+                for one in compile_call(call, gpu, arguments.arch):
+                    if one.binary.hash in told:
                         continue
-                    told.add(binary.hash)
+                    told.add(one.binary.hash)
                     sizes = " ".join(
-                        f"{key}={value}" for key, value in constants.items() if type(value) is int
+                        f"{key}={value}"
+                        for key, value in one.constants.items()
+                        if type(value) is int
                     )
-                    print(f"{shape} {scheme or 'bf16'} M={M} {name} {sizes} warps={warps}")
-                    print(f"    {describe(binary, warps)}", flush=True)
+                    print(f"{shape} {scheme or 'bf16'} M={M} {one.name} {sizes} warps={one.warps}")
+                    print(f"    {describe(one.binary, one.warps)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import ast
 import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -61,6 +62,19 @@ for call in calls:
             compile_call(call, gpu_of(arch), arch, False)
 print(sorted(missing))
 """
+
+
+@pytest.mark.slow
+def test_the_tiles_of_one_call_are_compiled():
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    call = ("--arch", "80", "--shape", "qwen3", "--scheme", "", "--M", "4096")
+    command = [sys.executable, str(TOOLS / "compile_kernels.py"), *call]
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert answer.returncode == 0, answer.stderr
+    block_n, block_k, stages, warps = rules.first(rules.PLAIN_GEMM1, rules.of_block(128))
+    row = re.search(r"moe_ops_gemm1 (.*)", answer.stdout)[1]
+    assert f"BLOCK_N={block_n} BLOCK_K={block_k} NUM_STAGES={stages} warps={warps}" in row
 
 
 @pytest.mark.slow

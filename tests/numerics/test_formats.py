@@ -29,7 +29,7 @@ STORED = [
     if n.startswith(("int", "nvfp4_")) or n == "mxfp8" or "w4a16" in n or "w6" in n
 ]
 ACTIVATIONS = [name for name in WEIGHTS if SCHEMES[name].activation is not None]
-SMALL = ("e3m2", "e2m3", "e2m1")
+SMALL = [f.name for f in ELEMENT_FORMATS.values() if f.is_float and f.storage == torch.uint8]
 
 
 def sample(*shape, dtype=torch.float32, seed=0):
