@@ -58,11 +58,8 @@ def test_no_other_file_names_a_family():
     assert found, "no name was found at all"
 
 
-def test_the_document_says_what_every_router_is():
+def test_the_document_says_which_routers_stay():
     text = (ROOT / "docs" / "transformers.md").read_text()
-    rows = re.findall(r"^\| (?:soft|sig|sqrt).* \| (.*) \|$", text, re.M)
-    listed = [name for row in rows for name in row.split(", ")]
-    assert sorted(listed) == sorted(name for name, row in FAMILIES.items() if "routers" in row)
     left = re.search(r"Of families with\nrouters these are: (.*?)\n\n", text, re.S)[1]
     refused = [name for name, row in FAMILIES.items() if "not_covered" in row]
     assert [name for name in refused if name not in left] == []

@@ -4,7 +4,7 @@
     python -m tests.integrations.transformers.model_table --write    # bring it up to date
 
 A family is a tiny model of one layer in fp32 on the CPU. An entry of the table is a comparison of
-values that held; nothing in it is declared.
+values that held; only routers are as families.toml declares them, which tests of them compare.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.integrations import transformers as integration
-from moe_ops.integrations.transformers import hook
+from moe_ops.integrations.transformers import families, hook
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.schemes import get_scheme
@@ -37,7 +37,7 @@ KINDS = {
     "8-bit activations": (("fp8_channel", "fp8_block", "int8_w8a8", "mxfp4_mxfp8"), 0.15),
     "4-bit activations": (("mxfp4", "nvfp4"), 0.7),
 }
-HEADER = ("family", "calls", *KINDS, "gradients", "expert parallel")
+HEADER = ("family", "calls", *KINDS, "gradients", "expert parallel", "router")
 
 
 def output(layer: Layer, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -122,7 +122,15 @@ def row(family: str) -> tuple[str, ...]:
         held = [scheme for scheme in tried if runs_scheme(model, scheme, tolerance)]
         kinds.append("yes" if held == tried else ", ".join(held) or "no")
     holds = [has_gradients(model), runs_parallel(model)]
-    return (f"`{family}`", calls, *kinds, *["yes" if one else "no" for one in holds])
+    held = ["yes" if one else "no" for one in holds]
+    return (f"`{family}`", calls, *kinds, *held, routers_of(family))
+
+
+def routers_of(family: str) -> str:
+    """What the routers of a family compute that `fuse_routers` takes, as methods of `route`."""
+    rules = [families.ROUTERS[name] for name in families.FAMILIES[family].get("routers", {})]
+    methods = [m for r in rules for m in (r.method, r.normalized, *r.methods.values()) if m]
+    return ", ".join([f"`{m}`" for m in dict.fromkeys(methods)]) or "its own"
 
 
 def table() -> str:
