@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moe_ops
+from moe_ops.backends.triton.backend import WITH_KERNELS
 from moe_ops.kernels.launch import INTERPRETED
 from moe_ops.schemes import SCHEMES
 from tests.support import cases, oracle
@@ -27,7 +28,7 @@ from tests.support.paths import EXAMPLES
 CUDA = torch.cuda.is_available()
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
 QUANTIZED = [name for name in SCHEMES if name]
-OF_TRITON = [name for name in QUANTIZED if not name.endswith(":min")]  # minima run on torch alone
+OF_TRITON = [name for name in QUANTIZED if name in WITH_KERNELS]
 
 
 @pytest.fixture(autouse=True)

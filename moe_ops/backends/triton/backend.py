@@ -71,7 +71,7 @@ def _decoded(name: str) -> bool:
 _MIXED_SCHEMES = frozenset(filter(operands.describe, SCHEMES))
 # AMD's GPUs for which tools/compile_matrix.py compiles the kernels; none was run on hardware
 AMD_GPUS = ("gfx942",)
-_WITH_KERNELS = frozenset(("", *_QUANTIZING, *_MIXED_SCHEMES))
+WITH_KERNELS = frozenset(("", *_QUANTIZING, *_MIXED_SCHEMES))
 _NATIVE = (*_QUANTIZING, *sorted(name for name in _MIXED_SCHEMES if SCHEMES[name].weight_only))
 
 
@@ -99,7 +99,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"{quantizing[0]!r}; use backend='torch' or 'auto'"
         )
     for scheme in {w13: None, w2: None}:
-        if scheme not in _WITH_KERNELS:
+        if scheme not in WITH_KERNELS:
             weight = SCHEMES[scheme].quantized_weight
             what = "minima beside scales" if weight.minimum else f"weights of {weight.dtype}"
             reasons.append(

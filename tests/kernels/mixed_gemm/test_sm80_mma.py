@@ -73,7 +73,7 @@ def test_number_formats_that_no_kernel_decodes_are_refused(monkeypatch):
     monkeypatch.setattr(operands, "DECODED", ("int4",))
     decoded = frozenset(filter(operands.describe, SCHEMES))
     assert "int4_w4a16:g128" in decoded and "int8_w8a16:channel" not in decoded
-    monkeypatch.setattr(backend, "_WITH_KERNELS", decoded)
+    monkeypatch.setattr(backend, "WITH_KERNELS", decoded)
     scheme, machine = "int8_w8a16:channel", Machine("cuda", (9, 0), "a GPU", ("triton",))
     problem = Problem("experts", 8, 1024, 512, 1024, 2, BF16, scheme=scheme, options=Options())
     assert backend.supports(problem, machine) == [

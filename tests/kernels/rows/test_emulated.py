@@ -23,6 +23,7 @@ from tests.support.cases import BF16, FP32, Case
 pytest.importorskip("triton")
 
 from moe_ops.backends.triton import backend
+from moe_ops.kernels.configs import DECODED
 from moe_ops.kernels.launch import gpu, run
 from moe_ops.kernels.mixed_gemm import operands
 from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS
@@ -37,8 +38,11 @@ H200 = Machine("cuda", (9, 0), "NVIDIA H200", ("triton", "torch"))
 
 
 def test_every_scheme_runs_and_says_whether_it_is_emulated():
-    run = [name for name in SCHEMES if not name.endswith(":min")]  # `torch` runs minima
-    assert set(run) == {"", *backend.BACKEND.takes.native_schemes, *EMULATED}
+    run = backend.WITH_KERNELS
+    assert run == {"", *backend.BACKEND.takes.native_schemes, *EMULATED}
+    for scheme in SCHEMES.keys() - run:  # which `torch` runs
+        weight = SCHEMES[scheme].quantized_weight
+        assert weight.minimum or weight.dtype not in DECODED, scheme
     for scheme in run:
         silu = Options(Activation("silu"))
         problem = Problem("experts", 4, 128, 128, 256, 2, BF16, scheme, "", silu)
