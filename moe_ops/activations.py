@@ -171,7 +171,7 @@ def apply_by_blocks(gate_up: Tensor, activation: Activation, out: Tensor) -> Non
     block = torch.zeros(rows, gate_up.shape[1], dtype=wide, device=gate_up.device)
     for i in range(0, S, rows):
         count = min(rows, S - i)
-        block[:count] = gate_up[i : i + count]  # rows behind are those of the block before
+        block[:count] = gate_up[i : i + count]  # the other rows are left from the block before
         out[i : i + count] = formula(block, activation)[:count]
 
 

@@ -1,7 +1,7 @@
-"""How files name quantized weights: by a function that `import moe_ops` makes known to torch.load.
+"""Pickled quantized weights: files name a function, which `import moe_ops` allows in torch.load.
 
-A file that named their class would load with weights_only=True only where moe_ops.tensors, and
-with it torchao, was imported before.
+Files that named their classes would load with weights_only=True only if moe_ops.tensors, and with
+it torchao, was imported before.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def stored(t: Tensor) -> Tensor | tuple[Tensor, torch.dtype]:
-    """What is pickled of a tensor: of float8 its bytes and its dtype, for pickle and the format of
-    torch.save before 1.6 know no storage of float8.
+    """The pickled form of a tensor. For float8 its bytes and dtype, because pickle and the format
+    of torch.save before 1.6 have no storage of float8.
     """
     is_float8 = t.dtype.itemsize == 1 and t.dtype.is_floating_point
     return (t.view(torch.uint8), t.dtype) if is_float8 else t
@@ -24,9 +24,7 @@ def stored(t: Tensor) -> Tensor | tuple[Tensor, torch.dtype]:
 def rebuild_expert_tensor(
     class_name: str, arguments: dict[str, Any], attributes: dict[str, Any]
 ) -> Tensor:
-    """The ExpertTensor that was pickled: the constructor's arguments, and what was set on it
-    later.
-    """
+    """The ExpertTensor of a file: its constructor's arguments, and the attributes set later."""
     if not class_name.endswith("ExpertTensor"):
         raise ValueError(
             f"class of a quantized weight must be one of moe_ops's ExpertTensors, got "

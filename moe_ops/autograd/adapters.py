@@ -1,4 +1,5 @@
-"""Low-rank adapters of experts: what callers give, checked and joined.
+"""Low-rank adapters of experts: checks of a call's adapters, which are joined into one per
+product.
 
 Dimensions: E local experts, K hidden size, I intermediate size, N rows of w13, r rank.
 """
@@ -17,11 +18,11 @@ from moe_ops.ops.problem import Problem
 
 
 class LoRA(NamedTuple):
-    """A low-rank adapter of experts: they run as if scale * b13[e] @ a13[e] were added to w13[e],
-    and scale * b2[e] @ a2[e] to w2[e], without those sums ever being formed.
+    """A low-rank adapter of experts. Results are as if scale * b13[e] @ a13[e] were added to
+    w13[e] and scale * b2[e] @ a2[e] to w2[e]; these sums are never formed.
 
-    The matrices are of any floating-point dtype, and are rounded to that of hidden_states. A pair
-    that is None leaves its weight as it is; the two pairs may have different ranks.
+    Matrices may have any floating-point dtype, and are rounded to that of hidden_states. A pair of
+    None leaves its weight unadapted. The two pairs may have different ranks.
     """
 
     a13: Tensor | None  # (E, r, K)
@@ -32,7 +33,7 @@ class LoRA(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """scale * b @ a, which adapts the weight (E, N, K) of one product."""
+    """The adapter scale * b @ a of the weight (E, N, K) of one product."""
 
     a: Tensor  # (E, r, K)
     b: Tensor  # (E, N, r)
@@ -40,7 +41,7 @@ class LowRank(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """What adapts the two products of the experts."""
+    """The adapters of both products of the experts."""
 
     w13: LowRank | None = None
     w2: LowRank | None = None
@@ -50,11 +51,11 @@ UNADAPTED = Adapters()
 
 
 def check_call(adapters: Any, backend: str, hidden_states_scale: Tensor | None) -> list[Tensor]:
-    """All tensors of one or several adapters.
+    """The tensors of one or several adapters.
 
     Raises:
-        ValueError: they are no `LoRA` and no sequence of them, or nothing adds them on this
-            backend or to an input that arrives quantized.
+        ValueError: they are not a `LoRA` or a sequence of them, or the backend is not one that
+            adds adapters, or the input arrives quantized.
     """
     if backend not in ("auto", "torch"):
         raise ValueError(
@@ -70,11 +71,11 @@ def check_call(adapters: Any, backend: str, hidden_states_scale: Tensor | None) 
 
 
 def join(adapters: Any, problem: Problem, hidden_states: Tensor) -> Adapters:
-    """Adapters of one call as one for each product: ranks of several are laid side by side.
+    """The adapters of a call joined into one per product, by concatenation along the rank.
 
     Raises:
-        ValueError: a matrix has another shape, dtype or device than experts of this `problem`
-            need, or comes without its partner; the message names it.
+        ValueError: a matrix has a wrong shape, dtype or device for this `problem`, or lacks its
+            partner; the message names it.
     """
     dtype, device = hidden_states.dtype, hidden_states.device
     E, K = problem.num_experts, problem.hidden_size

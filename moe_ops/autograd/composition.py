@@ -1,9 +1,9 @@
-"""Layers as compositions of torch operators around one grouped product: gradients that have
-gradients themselves.
+"""Layers composed of torch operators around one differentiable grouped product, for gradients of
+gradients.
 
-Except for the grouped product (products.py), torch computes the gradients, so that they are right
-for every activation, bias and routing option. Gradients pass through the dequantized values of
-quantized weights, which get none themselves. The rounding of activations counts as the identity
+torch differentiates everything but the grouped product (products.py), so gradients are right for
+every activation, bias and routing option. They pass through the dequantized values of quantized
+weights, which get none themselves, and through the rounding of activations as through the identity
 (straight-through).
 """
 
@@ -60,7 +60,7 @@ def grouped_linear(
 
 
 def fused_experts(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> Tensor:
-    """Differentiable experts, (M, K) in hidden_states' dtype; so are their gradients."""
+    """Differentiable experts, (M, K) in hidden_states' dtype, also of their gradients."""
     step = Step(call, adapters, _PRODUCTS)
     step.invariant = False
     step.place()

@@ -1,18 +1,18 @@
-"""Passes of a training step on GPUs: grouped products, and kernels for the rows between them.
-Imported at first launch only. Values are those of `Step`: of plain weights rounded less often, of
-quantized ones rounded to bf16 where that computes in fp32.
+"""Passes of a training step on GPUs: grouped products, with kernels for the rows between them.
+Imported at first launch only. Values are those of `Step`: for plain weights rounded less often,
+for quantized ones rounded to bf16 where `Step` computes in fp32.
 
-A step takes nine products' worth of arithmetic and, beside them, passes over rows: tokens are
-copied to the rows of their pairs, one kernel goes back through activation and router weights, and
-one sums the rows of a token. Biases are added, and router weights multiplied, where a kernel reads
-those rows anyway; the gradients of biases are sums over the rows of an expert.
+Besides its grouped products a step passes over rows: one kernel copies tokens to the rows of their
+pairs, one goes back through activation and router weights, and one sums the rows of a token.
+Biases are added, and router weights multiplied, by kernels that read those rows anyway. The
+gradient of a bias is the sum over the rows of an expert.
 
-Where the scheme of frozen experts quantizes activations, too, tokens and the rows that w2
-multiplies are rounded as it says, and h is fp32; gradients take the rounding for the identity.
+If the scheme of frozen experts quantizes activations, tokens and the rows that w2 multiplies are
+rounded by it, and h is fp32. Gradients take the rounding for the identity.
 
-Adapters make rows narrow, and then wide again. The copy of tokens makes them narrow on its way,
-other rows a kernel of its own. Some products make them wide and add them to their sums, in steps
-behind those of the weight; behind those that add nothing a kernel does it.
+An adapter makes rows narrow, (S, r), and then wide again. The kernel that copies tokens makes them
+narrow on the way; for other rows there is a kernel. Some products make the rows wide themselves,
+in steps of the reduction after those of the weight; after the others a kernel adds them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ROWS = torch.contiguous_format
 
 
 class FusedStep(Step):
-    """One pass, of a call that `planning.training` gives to kernels."""
+    """One pass of a call whose plan (`planning.training`) has kernels."""
 
     layout: Layout
 

@@ -1,14 +1,15 @@
-"""One pass of a training step, forward or backward: its sequence, and all of it in plain torch,
-for any device and any call. `fused.FusedStep` has kernels for the rows between products.
+"""One pass of a training step, forward or backward: the sequence of its operations, and their
+implementation in plain torch, for any device and any call. `fused.FusedStep` replaces operations
+on the rows between products by kernels.
 
 With s the router weight of a pair, a its activation and dO the gradient of its token's output:
 da = s * (dO @ w2), ds = <dO @ w2, a>, dw2 = dO^T @ (s * a). So dO is gathered and nothing of width
 K is stored (SonicMoE, arXiv 2512.14080, section 3).
 
-What is kept of a forward pass: h (S, N), the product with w13 and what adapts it, without its
-bias, which whoever reads h adds in fp32; u (S, r), the rows that an adapter of w13 makes narrow;
-and the int32 index (E + S,), the row after each expert's last pair and then the row of each pair,
-or -1 if its expert is not here.
+A forward pass keeps h (S, N), the product with w13 and its adapter, without the bias, which
+readers of h add in fp32; u (S, r), the narrow rows of an adapter of w13; and the int32 index (E +
+S,): for each expert the row after its last pair, then for each pair its row, or -1 if its expert
+is not local.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from moe_ops.planning import bind
 from moe_ops.planning.training import PORTABLE
 from moe_ops.schemes import get_scheme
 
-# Elements of h that a CPU takes at a time through the activation: what is between then stays in
-# its caches, and is not new memory each time.
+# Elements of h that a CPU takes through the activation at a time, so that intermediate results
+# stay in its caches and in the same memory.
 ELEMENTS_AT_ONCE = 1 << 18
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for; a and b of an adapter come together."""
+    """The gradients that are needed. Those of a and b of an adapter are needed together."""
 
     x: bool
     w13: bool
@@ -47,19 +48,17 @@ class Needs(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """What the way back through the activation and the router weights gives, where it is asked
-    for.
-    """
+    """Results of the backward pass through the activation and the router weights, as needed."""
 
     dh: Tensor | None  # (S, N), the gradient of h
     scaled: Tensor | None  # (S, I), the router weight times the activation's output
     dweights: Tensor | None  # (M, top_k), the gradient of router weights of the output
-    factors: Tensor | None  # of each row, the router weight of the output
+    factors: Tensor | None  # router weight of the output for each row
 
 
 class Adapter:
-    """What adapts one product, in one pass: scale * rows a[e]^T b[e]^T. With `transpose` rows are
-    the gradient of what the product returns, and go through b first.
+    """The adapter of one product in one pass: scale * rows a[e]^T b[e]^T. With `transpose` the
+    rows are the gradient of the product, and are multiplied by b first.
     """
 
     def __init__(self, of: LowRank, tokens: Tensor | None = None, outputs: Tensor | None = None):
@@ -69,22 +68,22 @@ class Adapter:
         self.found: list[Tensor | None] = [None, None]  # rows and gradients made narrow
 
     def matrices(self, transpose: bool) -> tuple[Tensor, Tensor]:
-        """The one that makes rows narrow, and the one that makes them wide."""
+        """(the matrix that makes rows narrow, the one that makes them wide)."""
         a, b, _ = self.of
         return (b, a) if transpose else (a, b)
 
     def needs_rows(self, transpose: bool) -> bool:
-        """Whether it reads copied rows, not the tokens that they are copies of."""
+        """Whether it reads rows of pairs instead of the tokens that they are copies of."""
         return self.tokens[transpose] is None
 
 
 def quantized(call: ExpertsCall) -> bool:
-    """Whether a weight is quantized: both products of plain torch are in fp32 then."""
+    """Whether a weight is quantized, so that plain torch computes both products in fp32."""
     return bool(call.w13.scheme or call.w2.scheme)
 
 
 def kept_dtype(call: ExpertsCall) -> torch.dtype:
-    """Of h: that of hidden_states, but fp32 where a scheme quantizes activations."""
+    """Dtype of h: that of hidden_states, or fp32 if a scheme quantizes activations."""
     if not quantized(call):
         return call.hidden_states.dtype
     quantizes = any([get_scheme(w.scheme).activation is not None for w in (call.w13, call.w2)])
@@ -92,15 +91,15 @@ def kept_dtype(call: ExpertsCall) -> torch.dtype:
 
 
 def of_inference(call: ExpertsCall) -> Tensor:
-    """The output that the call has without gradients, by what computes it there: its bits are
-    those of a batch-invariant inference, at the price of a first product for h beside it.
+    """The output of the call without gradients, computed by inference, so that it has the bits of
+    batch-invariant inference. The price is a second product with w13, for h.
     """
     with torch.no_grad():
         return bind.run(call._replace(options=call.options._replace(needs_grad=False)), "auto")
 
 
 class Step:
-    """One pass over a call and what adapts its products."""
+    """One pass over a call with its adapters."""
 
     pairs: permute.Pairs
     grad: Tensor  # (M, K), of the output
@@ -140,8 +139,8 @@ class Step:
         index: Tensor,
         needs: Needs,
     ) -> list[Tensor | None]:
-        """The gradients that are needed of hidden_states, w13, w2, topk_weights, w13_bias,
-        w2_bias, a13, b13, a2 and b2; `h` and `u` are None if they are computed again.
+        """The needed gradients of hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, a13,
+        b13, a2 and b2, else None. `h` and `u` are None if they are to be computed again.
         """
         call = self.call
         of_output = needs.weights and not call.options.router_weight_on_input
@@ -193,7 +192,7 @@ class Step:
         return found
 
     def through_w13(self, found: list[Tensor | None], needs: Needs, dh: Tensor) -> None:
-        """Find the gradients that follow from that of h."""
+        """Compute the gradients that depend on dh, the gradient of h."""
         x, self.known = self.known, None
         first, of_input = self.first, needs.weights and self.of_input is not None
         of_first = needs.adapter13 and first is not None and first.needs_rows(False)
@@ -214,7 +213,7 @@ class Step:
                 found[0] = self.summed(drows)
 
     def narrowed(self, adapter: Adapter, rows: Tensor | None, transpose: bool = False) -> Tensor:
-        """(S, r): rows through the first matrix of an adapter, scaled; made once."""
+        """(S, r): rows times the first matrix of an adapter, scaled; computed once."""
         u = adapter.found[transpose]
         if u is None:
             u = adapter.found[transpose] = self.narrow(adapter, rows, transpose)
@@ -223,7 +222,7 @@ class Step:
     def gradients_of(
         self, adapter: Adapter, rows: Tensor | None, grad: Tensor | None
     ) -> list[Tensor]:
-        """Of a and b, from the rows that the product takes and the gradient of what it returns."""
+        """Gradients of a and b, from the input of the product and the gradient of its output."""
         u, du = self.narrowed(adapter, rows), self.narrowed(adapter, grad, True)
         a = self.outer_narrow(adapter, rows, du, False)
         return [a, self.outer_narrow(adapter, grad, u, True)]
@@ -231,15 +230,15 @@ class Step:
     # --- rows, in plain torch --------------------------------------------------------------------
 
     def product_dtype(self) -> torch.dtype:
-        """Of rows that are multiplied, and of products."""
+        """Dtype of the rows that are multiplied, and of the products."""
         return torch.float32 if quantized(self.call) else self.x.dtype
 
     def as_kept(self, t: Tensor) -> Tensor:
-        """h or u as it is read in a backward pass, whether it was kept or computed again."""
+        """h or u in the precision of a backward pass, whether it was kept or computed again."""
         return t.to(self.kept).to(self.dtype)
 
     def adapt(self, outputs: Tensor | None = None) -> None:
-        """Prepare what adapts the products; `outputs` is the gradient of the output."""
+        """Prepare the adapters; `outputs` is the gradient of the layer's output."""
         self.first, self.second = [None if of is None else Adapter(of) for of in self.adapters]
 
     def place(self) -> Tensor:
@@ -250,20 +249,20 @@ class Step:
         return torch.cat((self.pairs.offsets, places.to(torch.int32)))
 
     def read(self, index: Tensor) -> None:
-        """The sorted pairs of an index."""
+        """Restore the sorted pairs from an index."""
         S, E = self.call.topk_ids.numel(), self.call.w13.data.shape[0]
         offsets, rows = index[:E], index[E:].long()
         pair = torch.arange(S, device=index.device)
         valid = rows >= 0
-        # rows behind the last are those of no pair: they have the first one's token, and count
-        # nowhere
+        # rows past the last pair belong to no pair: they get the token of the first one, and are
+        # never counted
         order = rows.new_zeros(S + 1).scatter_(0, torch.where(valid, rows, S), pair)[:S]
         experts = torch.searchsorted(offsets, pair, right=True)
         valid = valid.view(self.call.topk_ids.shape)
         self.pairs = permute.Pairs(order, rows.clamp(min=0), experts, offsets, valid)
 
     def inputs(self) -> Tensor:
-        """(S, K): the rows that w13 multiplies, weighted and rounded as the scheme says."""
+        """(S, K): the rows that w13 multiplies, with router weights and rounding of the scheme."""
         call, pairs, w13 = self.call, self.pairs, self.call.w13
         # router weights scale the input in fp32, before it is quantized
         rows = self.x.to(torch.float32) if quantized(call) else self.x
@@ -277,7 +276,7 @@ class Step:
         return self.rounded(rows, w13) if by_pair else rows
 
     def rounded(self, rows: Tensor, weight: Weight) -> Tensor:
-        """Rows as the scheme of a weight quantizes what it multiplies."""
+        """Rows rounded as the scheme of a weight quantizes activations."""
         if not weight.scheme:
             return rows
         scale = numerics.static_scale_of_rows(weight.activation_scale, self.pairs.experts)
@@ -296,7 +295,7 @@ class Step:
         transpose: bool = False,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Rows times the weight of their expert, and what adapts it."""
+        """Rows times the weight of their expert, plus its adapter."""
         y = self.products.multiply(
             *(rows, weight.data, self.pairs.offsets),
             scales=Scales._make(weight.scales) if weight.scheme else None,
@@ -319,7 +318,7 @@ class Step:
         return self.products.outer(a, b, self.pairs.offsets)
 
     def narrow(self, adapter: Adapter, rows: Tensor | None, transpose: bool) -> Tensor:
-        """(S, r): rows through the first matrix of an adapter, scaled."""
+        """(S, r): rows times the first matrix of an adapter, scaled."""
         assert rows is not None
         matrix = adapter.matrices(transpose)[0]
         return self.multiply_plain(rows, matrix, transpose) * adapter.of.scale
@@ -363,7 +362,7 @@ class Step:
         return x if bias is None else x + self.of_experts(bias, rows, x.dtype)
 
     def of_experts(self, bias: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-        """The bias of each row's expert; behind the last expert's rows that one's."""
+        """The bias of each row's expert; for rows past the last one that of the last expert."""
         experts = self.pairs.experts[rows].clamp(max=bias.shape[0] - 1)
         return bias.to(dtype).index_select(0, experts)
 

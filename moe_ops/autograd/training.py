@@ -1,19 +1,18 @@
-"""Experts with gradients as functional operators in pairs. `moe_ops::experts_forward` returns what
-`moe_ops::experts_backward` needs beside the inputs, the first product h (without its bias) and the
-order of the pairs. All else is computed again.
+"""The operators of training, in functional pairs. `moe_ops::experts_forward` returns the output
+and what `moe_ops::experts_backward` needs in addition to the inputs: the product h with w13
+(without its bias), and the order of the pairs. Everything else is computed again.
 
-`moe_ops::lora_experts_forward` and `moe_ops::lora_experts_backward` are the same with the four
-matrices of low-rank adapters. Each product gains one through the rank,
-h = x w13^T + scale (x a13^T) b13^T, on rows sorted by expert; so nothing as large as a weight is
-made, and weights may stay quantized. u = scale x a13^T (S, r) is kept, too. Without gradients the
-forward operator runs alone.
+`moe_ops::lora_experts_forward` and `moe_ops::lora_experts_backward` also take the four matrices of
+low-rank adapters: h = x w13^T + scale (x a13^T) b13^T on rows sorted by expert. Nothing as large
+as a weight is formed, and weights may stay quantized. u = scale x a13^T (S, r) is kept too. Calls
+with adapters run the forward operator also without gradients.
 
-Functional, because autograd refuses operators that write their arguments, and selective
-checkpointing of one loses what it wrote. A compiler that partitions forward from backward keeps
-what these say: hidden_states, h, u and the index.
+They are functional, because autograd refuses operators that write their arguments, and selective
+checkpointing of such an operator loses what it wrote. A compiler that partitions forward from
+backward keeps what they return: h, u and the index, and hidden_states.
 
-`planning.training` says who runs them: plain torch (step.py), for any device and any call, or
-kernels (fused.py) for bf16 rows on GPUs, beside weights in bf16 or frozen quantized ones.
+`planning.training` decides what runs them: plain torch (step.py) for any device and any call, or
+kernels (fused.py) for bf16 rows on GPUs, with weights in bf16 or frozen quantized ones.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def warn_of_plain_torch(
     cause: str = "gradients are recorded",
     remedy: str = "wrap the call in torch.no_grad() or torch.inference_mode()",
 ) -> None:
-    """Say once that a call on a GPU, whose tokens are x, leaves fast kernels unused, and why."""
+    """Warn once that a call with tokens x on a GPU does not use the fast kernels, and why."""
     global _warned
     if _warned or not x.is_cuda or not x.numel():
         return
@@ -113,7 +112,7 @@ def warn_of_plain_torch(
 
 
 def _step(inputs: Inputs, warn: bool) -> Step:
-    """A pass by what the plan of the call says."""
+    """A pass of a call, by its plan."""
     call, adapters = inputs
     reason, products = planning.plan(call, inputs.matrices)
     if reason is None:
@@ -126,9 +125,9 @@ def _step(inputs: Inputs, warn: bool) -> Step:
 
 
 def _forward(*values: Any) -> tuple[Tensor, ...]:
-    """out (M, K); h (S, N), or (0, N) if it is computed again, whose rows behind those of the last
-    expert may hold anything; of calls with adapters u likewise, (0, 0) without one of w13; the
-    index. All as step.py defines them.
+    """(out, h, index), with adapters (out, h, u, index), as step.py defines them. h and u have no
+    rows if they are computed again; u is (0, 0) without an adapter of w13. Their rows past those
+    of the last expert may hold anything.
     """
     inputs = _inputs(values)
 
@@ -159,8 +158,8 @@ def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(grad: Tensor, h: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of the inputs in the order of `_LORA_GRADIENTS`, as many as `needs` has; (0,) for
-    those that are not needed.
+    """Gradients of the inputs in the order of `_LORA_GRADIENTS`, one per entry of `needs`; (0,) if
+    it is not needed.
     """
     *u, index = rest[: 1 if len(rest[-1]) == len(_GRADIENTS) else 2]
     *values, needs = rest[len(u) + 1 :]
@@ -199,13 +198,13 @@ def _recorded(
     gradients: tuple[int, ...],
     backward: Callable[..., Sequence[Tensor]],
 ) -> tuple[Callable[..., tuple], Callable[..., None]]:
-    """What `torch.library.register_autograd` takes: (backward, setup_context).
+    """(backward, setup_context), as `torch.library.register_autograd` takes them.
 
     Args:
-        options: of the inputs, the places of those that are no tensors.
-        gradients: the places of those that may get gradients.
-        backward: the operator that takes the gradient of the first output, all other outputs, the
-            inputs, and which gradients are needed.
+        options: indices of the inputs that are not tensors.
+        gradients: indices of the inputs that may get gradients.
+        backward: operator of the gradient of the first output, all other outputs, the inputs, and
+            the gradients that are needed.
     """
     apart = (*options, _SCALES)
 
@@ -219,7 +218,7 @@ def _recorded(
         ctx.save_for_backward(*output[1:], *tensors, *scales)
 
     def values_of(ctx: Any) -> tuple[list, list]:
-        """The outputs behind the first, and the inputs."""
+        """The outputs after the first, and the inputs."""
         saved = list(ctx.saved_tensors)
         end = len(saved) - ctx.num_scales
         values = saved[ctx.num_kept : end]
@@ -304,9 +303,8 @@ lora_forward = register_function(
 
 
 def fused_experts(call: ExpertsCall, recompute: bool, adapters: Adapters | None = None) -> Tensor:
-    """Differentiable experts, (M, K) in the call's dtype. With `recompute`, or with adapters and
-    without gradients, nothing is kept for the backward pass but the inputs and the order of the
-    pairs.
+    """Differentiable experts, (M, K) in the call's dtype. With `recompute`, or with adapters but
+    no gradients, only the inputs and the order of the pairs are kept for the backward pass.
     """
     if adapters is None:
         return forward(*op_values(call, recompute))[0]

@@ -186,7 +186,7 @@ def _default(model_type: str) -> Any:
 
 
 def _places(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """A configuration, and that of its language model, each behind the prefix of its fields."""
+    """A configuration, and that of its language model, each after the prefix of its fields."""
     text = config.get("text_config")
     return [("", config)] + ([("text_config.", text)] if isinstance(text, Mapping) else [])
 

@@ -10,7 +10,7 @@ with a slot for each other rank, two sets of slots, and in each slot flags, meta
     rows      (2, R - 1, T, pitch), each row padded to a multiple of 16 bytes
 
 The sets are used in turn: that of an epoch is its lowest bit. Rank r keeps what rank (r + 1 + s) %
-R sends in slot s. A block is `block_rows` rows, behind one flag where rows have flags.
+R sends in slot s. A block is `block_rows` rows, followed by one flag if rows have flags.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_ops.meta.workspace import cdiv, round_up
 
 MOST_BLOCK_ROWS = 8  # rows of a block at most, but
 MOST_BLOCK_BYTES = 2048  # more of them, where they are so small
-MANY_TOKENS = 4096  # of a rank, from which rows are sent behind their routing
+MANY_TOKENS = 4096  # of a rank, from which rows are sent after their routing
 FEW_BLOCKS = 128  # blocks have one row while there are no more: about as many as multiprocessors
 _ALIGNMENT = 128  # bytes: a cache line, of which each region begins one
 
@@ -77,12 +77,12 @@ class SymmetricLayout(NamedTuple):
 
 
 def packed_bytes(columns: int) -> int:
-    """Of a row of e4m3 and the fp32 scales of its groups of 128 columns behind it."""
+    """Bytes of a row of e4m3, followed by the fp32 scales of its groups of 128 columns."""
     return columns + 4 * cdiv(columns, 128)
 
 
 def rows_later(group_size: int, max_num_tokens: int) -> bool:
-    """Whether layers that record no gradients send rows behind their routing, if a backend may run
+    """Whether layers that record no gradients send rows after their routing, if a backend may run
     that sends them (`moe_ops.parallel.wire.pays_later`): an exchange more, after which rows travel
     while a GPU copies its own to their experts.
     """
@@ -103,7 +103,7 @@ def symmetric_memory_bytes(
     max_num_tokens, hidden size, experts per token and dtype are equal. They are allocated at the
     first call and kept; a group with layers of fp8_block and others of equal sizes holds dispatch
     buffers of both kinds. Gradients of router weights take one more, of top_k * 4 bytes a row; and
-    where rows are sent behind their routing (`rows_later`), layers that also record gradients one
+    where rows are sent after their routing (`rows_later`), layers that also record gradients one
     more for dispatch.
 
     Args:
@@ -113,7 +113,7 @@ def symmetric_memory_bytes(
         top_k: experts per token.
         itemsize: bytes of one number of a token.
         quantized: on GPUs with experts of fp8_block and hidden sizes that are multiples of 128,
-            whose tokens travel quantized behind their routing
+            whose tokens travel quantized after their routing
             (`moe_ops.parallel.wire.quantizes_later`).
     """
     row = hidden_size * itemsize

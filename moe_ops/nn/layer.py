@@ -48,22 +48,22 @@ class MoELayer(KeepsBuffers):
 
     out = residual + residual_scale * (sum_j weight_j * expert_j(x) + shared_expert(x)), where the
     weights and experts of a token come from `moe_ops.route_tokens`, one operator on CUDA without
-    gradients; the residual is optional. It traces as one graph with a dynamic number of tokens.
-    `quantize` replaces the expert weights by quantized ones.
+    gradients. The residual is optional. The layer traces as one graph with a dynamic number of
+    tokens. `quantize` replaces the expert weights by quantized ones.
 
-    Spread over devices there are two ways. With a process group (`from_config(config, group=...)`)
-    each rank passes tokens and gets their outputs, as from a whole layer. Where ranks have tokens
-    of their own, the layer sends them to the ranks of their experts and the outputs back. Where
-    all have the same, it adds the outputs up. Residual, shared expert, auxiliary loss and
-    expert_load are those of the rank's tokens.
+    There are two ways to spread a layer over devices. With a process group
+    (`from_config(config, group=...)`) each rank passes tokens and gets their outputs, as from a
+    whole layer. If ranks have tokens of their own, the layer sends them to the ranks of their
+    experts, and the outputs back; if all have the same tokens, it adds up the outputs. Residual,
+    shared expert, auxiliary loss and expert_load are those of the rank's tokens.
 
-    Without one the layer does not communicate. Each device gets the same tokens, routes all of
-    them, and returns its own experts' share of the sum (`expert_map`), or its own columns' share
-    (a smaller intermediate_size): the sum over the devices is what a whole layer returns. Sum the
-    outputs yourself (all_reduce, or reduce_scatter). What is not split is
-    added once per device, so the residual belongs to one of them, and the shared expert to one of
-    them or, in equal parts of its columns, to each (`from_config` does so). The auxiliary loss and
-    expert_load count all experts, and are the same on every device: do not sum them.
+    Without a process group the layer does not communicate. Every device gets the same tokens,
+    routes all of them, and returns the share of its own experts (`expert_map`) or of its own
+    columns (a smaller intermediate_size). The outputs of a whole layer are the sum over the
+    devices, which the caller computes (all_reduce, or reduce_scatter). Parts that are not split
+    would be added once per device: pass the residual on one device only, and hold the shared
+    expert on one device or equal shares of its columns on each (as `from_config` does). The
+    auxiliary loss and expert_load count all experts and are equal on all devices: do not sum them.
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: H, I, E and experts per token.
@@ -71,14 +71,15 @@ class MoELayer(KeepsBuffers):
         routing_method: a method of `route`, or a callable
             (router_logits, top_k) -> (weights, ids).
         scoring, num_expert_groups, topk_groups: as in `route`.
-        correction_bias: hold gate.e_score_correction_bias (E,), a buffer that steers the choice.
+        correction_bias: hold gate.e_score_correction_bias (E,), a buffer that is added to the
+            scores for the choice of experts.
         routed_scaling_factor: multiplies the router weights.
         router_bias: give the gate a bias.
-        router_logits_dtype: dtype the gate computes in, under torch.autocast too; None: the
-            dtype of hidden_states, or what autocast makes of it.
+        router_logits_dtype: dtype in which the gate computes, also under torch.autocast; None:
+            the dtype of hidden_states, or autocast's.
         router_weight_on_input: multiply the experts' input by the router weight; top_k = 1 only.
         expert_bias: give both expert projections a bias.
-        shared_expert_intermediate_size: width of an expert that sees every token; 0: none.
+        shared_expert_intermediate_size: width of an expert that takes every token; 0: none.
         shared_expert_gate: multiply the shared expert's output by sigmoid of a learned (1, H)
             projection, as Qwen2-MoE does.
         residual_scale: multiplies the layer's output before the residual is added.
@@ -87,21 +88,21 @@ class MoELayer(KeepsBuffers):
             `device`
             and keeps its values when a layer built on the meta device is materialized.
         num_local_experts: E_local; with expert_map only.
-        track_load: count tokens per expert in evaluation too, not in training alone.
+        track_load: count tokens per expert also in evaluation.
         max_workspace_bytes, recompute, backend: as in `fused_experts`.
-        batch_invariant: as in `fused_experts`, of the experts alone: router and shared expert are
-            products of torch. With a process group the bits are those of one device where each
-            rank holds whole eighths of the experts (docs/reproducibility.md).
+        batch_invariant: as in `fused_experts`, for the experts only: router and shared expert are
+            products of torch. With a process group the bits are those of one device if each rank
+            holds whole eighths of the experts (docs/reproducibility.md).
         device, dtype: of the parameters.
 
     Attributes:
         expert_load: (E,) int64 buffer on the device, not in the state dict: tokens sent to each
             expert since it was last zeroed. Updated in training, and always with track_load.
-            Activation checkpointing runs a forward again during the backward; that run is not
-            counted. A compiled layer cannot tell: around one, torch.utils.checkpoint counts tokens
-            twice, with use_reentrant=False too, unless the checkpoint itself is compiled.
-        dispatcher: what sends tokens between ranks, a `Dispatcher`; None: nothing is sent.
-        replicas: which slots of which ranks hold an expert, `Replicas`, in a layer with redundant
+            The second forward pass of activation checkpointing is not counted. A compiled layer
+            cannot recognise it: torch.utils.checkpoint around one counts tokens twice, also with
+            use_reentrant=False, unless the checkpoint itself is compiled.
+        dispatcher: the `Dispatcher` that sends tokens between ranks; None: nothing is sent.
+        replicas: the `Replicas`, the slots that hold each expert, of a layer with redundant
             experts (`from_config` with a group and enable_eplb); else None.
 
     Raises:
@@ -319,9 +320,9 @@ class MoELayer(KeepsBuffers):
         """Route every token and run its experts.
 
         Args:
-            hidden_states: (..., H) bf16, fp16 or fp32; leading dimensions are tokens. Not what
-                arrives quantized: the router and the shared expert need values of 16 bits or
-                more. Route where those are, and call `fused_experts` with hidden_states_scale.
+            hidden_states: (..., H), bf16, fp16 or fp32; leading dimensions are tokens. Not
+                quantized, because the router and the shared expert need 16 bits or more: for
+                quantized tokens route before, and call `fused_experts` with hidden_states_scale.
             residual: of hidden_states' shape, added to the scaled output.
             return_aux_loss: also return `load_balancing_loss`, a scalar fp32 tensor; scale it by
                 a coefficient of your choice and add it to the training loss.
@@ -381,12 +382,12 @@ class MoELayer(KeepsBuffers):
         return out, load_balancing_loss(probabilities, topk_ids)
 
     def add_lora(self, rank: int, scale: float = 1.0) -> ExpertsLoRA:
-        """Adapt the experts by a new `moe_ops.LoRA` of this rank, and freeze their own weights,
-        which may be quantized, and biases.
+        """Add a new `moe_ops.LoRA` of this rank to the experts, and freeze their weights, which
+        may be quantized, and biases.
 
         Its parameters are `lora.a13`, `lora.b13`, `lora.a2` and `lora.b2`, in the dtype of the
-        gate's weight; b13 and b2 begin at zero. An adapter that was there is replaced, and
-        `layer.lora = None` takes it away.
+        gate's weight; b13 and b2 are initially zero. An existing adapter is replaced;
+        `layer.lora = None` removes it.
 
         Raises:
             ValueError: the rank is no integer or below 1, the scale is no finite number, the
@@ -414,15 +415,15 @@ class MoELayer(KeepsBuffers):
     def quantize(self, scheme: str | QuantScheme) -> MoELayer:
         """Quantize the expert weights in place, by `moe_ops.quantize`.
 
-        Both weights are checked before the first one changes. Then each is replaced by an
-        `ExpertTensor` parameter that requires no gradient, one after the other, so that at most
-        one exists twice. Gate and shared expert keep their dtype. A state dict of the layer holds
-        the quantized weights, and loads into a layer that was quantized by the same scheme, or
+        Both weights are checked before the first one changes. Then one after the other is
+        replaced by an `ExpertTensor` parameter that requires no gradient, so that at most one
+        exists twice. Gate and shared expert keep their dtype. A state dict of the layer holds
+        the quantized weights. It loads into a layer that was quantized by the same scheme, or
         with assign=True into one whose experts require no gradients.
 
         Args:
-            scheme: as in `moe_ops.quantize`, but for those with static activation scales, which
-                only its `activation_scale` gives.
+            scheme: as in `moe_ops.quantize`, except schemes with static activation scales, for
+                which that function has the argument `activation_scale`.
 
         Returns:
             The layer itself.

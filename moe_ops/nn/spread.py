@@ -214,7 +214,7 @@ def _sends_quantized(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> boo
 
 
 def _sends_later(layer: SpreadLayer) -> bool:
-    """Whether tokens travel behind their routing."""
+    """Whether tokens travel after their routing."""
     if not getattr(layer.dispatcher, "sends_rows_later", False) or layer.router_weight_on_input:
         return False
     layout = getattr(layer.experts.w13, "weight_layout", "")

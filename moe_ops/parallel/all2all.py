@@ -1,4 +1,4 @@
-"""The names of `ParallelConfig.all2all_backend`, and whose library stands behind each."""
+"""The names of `ParallelConfig.all2all_backend`, and the library of each."""
 
 from __future__ import annotations
 

@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 
 class Dispatcher(Protocol):
-    """How the tokens of all ranks of a group reach the experts, and the outputs come back.
+    """Sends the tokens of all ranks of a group to their experts, and the outputs back.
 
-    Between `dispatch` and `combine` each rank runs its own experts on what arrived:
-    `fused_experts(..., expert_map=...)`, which adds nothing for experts that are elsewhere.
-    All ranks call both, equally often and in the same order. A dispatcher holds no tensors and no
-    process group, so a layer that has one can be copied and saved.
+    Between `dispatch` and `combine` each rank runs its own experts on the tokens that arrived:
+    `fused_experts(..., expert_map=...)`, which adds nothing for experts held elsewhere. All ranks
+    call both, equally often and in the same order. A dispatcher holds no tensors and no process
+    group, so that layers with one can be copied and saved.
 
     Attributes:
         name: what `ParallelConfig.all2all_backend` calls it, or "all_reduce".
         max_num_tokens: T, the most tokens that one rank passes in one call.
 
-    One whose attribute `send_quantized` is True, or None for GPUs alone, also has
-    `dispatch_quantized(q, scale, topk_ids, topk_weights)`, as `AllGatherReduceScatter` has it. One
-    that serves layers under `batch_invariant` has its `combine_by_tree(out, num_tokens)`. Of one
-    with an `exchange`, as `SymmetricMemory` has it, layers use `combine` where gradients are
-    recorded alone, and where its `sends_rows_later` is true, so they do `dispatch`, unless no
-    backend may run that sends rows (`moe_ops.parallel.wire.pays_later`). They name its
-    `exchange_quantized` there if it has one and tokens may travel quantized.
+    Optional attributes: with `send_quantized` True, or None (on GPUs only), the method
+    `dispatch_quantized(q, scale, topk_ids, topk_weights)` of `AllGatherReduceScatter`. For
+    `batch_invariant` its method `combine_by_tree(out, num_tokens)`. With an `exchange`, as in
+    `SymmetricMemory`, layers call `combine` only where gradients are recorded; with
+    `sends_rows_later` true they also call `dispatch` only there, or if no backend that sends rows
+    may run (`moe_ops.parallel.wire.pays_later`). They pass `exchange_quantized` instead of
+    `exchange` if there is one and tokens may travel quantized.
     """
 
     name: ClassVar[str]
@@ -53,7 +53,7 @@ class Dispatcher(Protocol):
 
     @staticmethod
     def why_not(parallel: ParallelConfig) -> list[str]:
-        """Every reason why this dispatcher cannot serve such a deployment; none: it can."""
+        """All reasons why this dispatcher cannot serve a deployment; empty if it can."""
 
     def dispatch(
         self,
@@ -61,8 +61,8 @@ class Dispatcher(Protocol):
         topk_ids: Tensor,  # (M, top_k)
         topk_weights: Tensor,  # (M, top_k)
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same three of all tokens that this rank's experts may be asked for, with global
-        expert ids; -1 where there is no token.
+        """(x, topk_ids, topk_weights) of all tokens that may choose this rank's experts, with
+        global expert ids; -1 in rows without a token.
         """
 
     def combine(
@@ -70,8 +70,8 @@ class Dispatcher(Protocol):
         out: Tensor,
         num_tokens: int,
     ) -> Tensor:  # (num_tokens, K)
-        """The sums over all ranks' experts for this rank's tokens, from the outputs of this rank's
-        experts for what `dispatch` returned. num_tokens is M.
+        """The sums over the experts of all ranks for this rank's tokens. `out` has the outputs of
+        this rank's experts for the rows that `dispatch` returned; num_tokens is M.
         """
 
 
@@ -82,7 +82,7 @@ _FIRST = ("group_name", "group_size", "max_num_tokens")  # fields that every kin
 
 
 def register_dispatcher(kind: Any) -> None:
-    """Let layers run an exchange of your own, such as an adapter of DeepEP, by its name.
+    """Register a dispatcher of your own, such as an adapter of DeepEP, under its name.
 
     Args:
         kind: a frozen dataclass of `Dispatcher`'s form whose fields begin with group_name,
@@ -115,8 +115,8 @@ def make_dispatcher(
     max_num_tokens: int,
     **options: Any,
 ) -> Dispatcher:
-    """The dispatcher of a deployment, on a process group: where devices have tokens of their own,
-    the one that `parallel.all2all_backend` names; where all have the same, `AllReduce`.
+    """The dispatcher of a deployment: if devices have tokens of their own, the one that
+    `parallel.all2all_backend` names; if all have the same tokens, `AllReduce`.
 
     Args:
         parallel: the deployment; its devices are those of the group.

@@ -1,5 +1,5 @@
 """What the kernels of `kernels/comm/push` do, on CPUs: the same buffers, epochs and order of sums,
-in plain torch, with flags behind rows of all kinds. For processes of one host; meant for tests,
+in plain torch, with flags after rows of all kinds. For processes of one host; meant for tests,
 not for speed.
 
 Flags are plain stores and loads: Python and torch take far longer between two of them than a

@@ -56,7 +56,7 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def packed_rows(q: Tensor, scale: Tensor) -> Tensor:
-    """(M, K) e4m3 with fp32 scales (M, K / 128) behind them, as int32 (M, words): K is a multiple
+    """(M, K) e4m3 followed by fp32 scales (M, K / 128), as int32 (M, words): K is a multiple
     of 128.
     """
     parts = [
@@ -320,7 +320,7 @@ class SymmetricMemory(PaddedDispatcher):
 
     @property
     def exchange_quantized(self) -> str:
-        """`exchange` for calls behind `dispatch_routing` with fp8_block weights, whose tokens are
+        """`exchange` for calls after `dispatch_routing` with fp8_block weights, whose tokens are
         quantized on their way (`moe_ops.parallel.wire.quantizes_later`): 1.03 bytes a column in
         place of 2, with the same bits. For more than one rank; all of them name the same one.
         """

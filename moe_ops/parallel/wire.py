@@ -55,14 +55,14 @@ def why_not_quantized(
 def pays_later(scheme: str, layout: str = "", backend: str = "auto") -> bool:
     """Whether rows may travel while they are copied to experts with such weights.
 
-    By what all ranks have alike, since all must send rows behind their routing, or none.
+    Decided by what is equal on all ranks, because all must send rows after their routing, or none.
     """
     found = backends.BACKENDS if backend == "auto" else (backends.named(backend),)
     return not layout and any([scheme in one.exchanges.sends_rows for one in found])
 
 
 def quantizes_later(scheme: str, columns: int) -> bool:
-    """Whether rows that travel behind their routing do so quantized: where a kernel makes one of
+    """Whether rows that travel after their routing are quantized: where a kernel makes one of
     quantizing, sending and copying (kernels/rows/push_scatter.py).
     """
     return scheme == "fp8_block" and columns % 128 == 0

@@ -1,5 +1,4 @@
-"""What each routing method does and which arguments it takes, for `route` and for the constructor
-of
+"""The routing methods: what each computes and which arguments it takes, for `route` and
 `MoELayer`.
 
 Dimensions as in route.py: E experts, top_k experts per token.

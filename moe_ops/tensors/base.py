@@ -1,8 +1,8 @@
-"""ExpertTensor: expert weights in a quantized format, behaving as the weights they stand for.
+"""ExpertTensor: expert weights in a quantized format, which behave as the weights they represent.
 
-Shape and dtype of an ExpertTensor are those of the weights it replaces; the data sits in plain
-tensors. Operators never see one: ``fused_experts`` hands them ``qdata``, ``scale`` and so on. What
-the data look like is said by the scheme alone, so everything here holds for every format.
+An ExpertTensor has the shape and dtype of the weights it replaces; its data are plain tensors.
+Operators never get one: ``fused_experts`` passes them ``qdata``, ``scale`` and so on. The scheme
+alone describes the data, so everything here holds for every format.
 """
 
 from __future__ import annotations
@@ -31,34 +31,33 @@ class ExpertTensor(TorchAOBaseTensor):
     """Quantized weights of all experts (E, N, K), or of one expert (N, K).
 
     Tensors:
-        qdata: the quantized elements, with fewer columns than the shape where elements share
-            bytes.
+        qdata: the quantized elements, with fewer columns than the shape if elements share bytes.
         scale: see ``moe_ops.schemes.QuantScheme.batched_scale_shape``.
-        zero_point: shaped like scale, what elements are counted from, or of schemes that end in
-            ":min" the value of the least of them; of schemes without either None.
-        global_scale, channel_scale: of schemes that have them, else None. A global scale is that
-            of an expert, (E,), or of each row, (E, N, 1).
-        activation_scale: () fp32, or (E,) with one of each expert, of schemes whose activations
-            have a static scale, else None.
+        zero_point: shaped like scale, the element that represents zero; for schemes that end in
+            ":min" the value of the least element; else None.
+        global_scale, channel_scale: None for schemes without them. A global scale is per expert,
+            (E,), or per row, (E, N, 1).
+        activation_scale: fp32, () or one per expert, (E,), for schemes whose activations have a
+            static scale; else None.
 
     Attributes:
         scheme: full name, e.g. "fp8_w8a16:block".
-        weight_layout: how the data lies: "" as the shape says; "transposed" for (E, K, N), where
-            the data are the natural ones with their last two dimensions exchanged; else the name
-            of a layout that ``moe_ops.prepare`` made. Behind "flat:" it is that of the data of a
-            tensor that ``view(-1)`` made: its shape has one dimension, its data have the shape
-            they had. (``layout`` is torch's: strided.)
-        dtype: of the weights this stands for and of ``dequantize()``; ``.to(dtype)`` changes it
-            alone.
+        weight_layout: "" for the natural layout; "transposed" for shape (E, K, N), whose data are
+            the natural ones with the last two dimensions exchanged; else the name of a layout that
+            ``moe_ops.prepare`` made. After the prefix "flat:" it is the layout of a tensor that
+            ``view(-1)`` flattened: the shape has one dimension, the data keep theirs. (``layout``
+            is torch's: strided.)
+        dtype: dtype of the represented weights and of ``dequantize()``. ``.to(dtype)`` changes
+            nothing else.
 
-    Views (along E, N and K, transposed, chunked) carry their scales. Slices must begin at a scale
-    group, and end at one where groups are whole. Prepared weights are taken apart along E alone.
-    Matrix products with activations dequantize, so eager code that multiplies by one expert keeps
-    running, without the speed of a kernel and with unquantized activations. Gradients flow to the
-    other operand and never to the quantized weight.
+    Views (along E, N and K, transposed, chunked) have their own scales. Slices must begin at the
+    boundary of a scale group, and end at one if groups must be whole. Prepared weights can only be
+    sliced along E. Matrix products with activations dequantize, so eager code that multiplies by
+    one expert works, without the speed of a kernel and with unquantized activations. Gradients
+    flow to the other operand, never to the quantized weight.
 
-    ``cls(tensor, requires_grad=False)`` returns ``tensor``, as ``nn.Parameter`` would: libraries
-    that move models rebuild a parameter by calling its type this way.
+    ``cls(tensor, requires_grad=False)`` returns ``tensor``, as ``nn.Parameter`` does: libraries
+    that move models rebuild parameters by calling their type this way.
     """
 
     tensor_data_names = ["qdata", "scale"]
@@ -180,7 +179,7 @@ class ExpertTensor(TorchAOBaseTensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of the tensors that hold these weights, not of those that they stand for."""
+        """Bytes of the tensors that store these weights, not of the weights they represent."""
         return sum([getattr(self, name).nbytes for name in self.__tensor_flatten__()[0]])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -235,7 +234,7 @@ class ExpertTensor(TorchAOBaseTensor):
 
     @property
     def _scales_of_rows(self) -> list[str]:
-        """Names of the tensors that have one number for each row: of those behind `scale`."""
+        """Names of the tensors after `scale` that have one number per row."""
         names = ["channel_scale"]
         if self.global_scale is not None and self.global_scale.dim() == self.qdata.dim():
             names.append("global_scale")

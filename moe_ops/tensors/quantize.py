@@ -39,22 +39,22 @@ def quantize(
     *,
     activation_scale: Tensor | float | None = None,
 ) -> ExpertTensor:
-    """Quantize expert weights, once, for use as ``w13`` or ``w2``.
+    """Quantize expert weights for use as ``w13`` or ``w2``.
 
     Args:
-        weight: (E, N, K) bf16, fp16 or fp32. It is read, not kept.
+        weight: (E, N, K), bf16, fp16 or fp32. It is read, not kept.
         scheme: a name such as "fp8_block", "int4_w4a16:g64" or "mxfp4_w4a16:ceil", or a
             QuantScheme.
-        activation_scale: one positive fp32 number, or one of each expert, (E,): needed by schemes
-            with static activation scales, optional for "nvfp4", where it is amax / (448 * 6), and
-            refused by the others. The activations that meet this weight are quantized as
-            round(x / activation_scale). A token has several experts: with a scale of each,
-            backends "torch" and, but for "nvfp4", "triton" quantize each pair of a token and an
-            expert by the expert's; the others quantize a token by the largest (docs/backends.md).
+        activation_scale: a positive fp32 number, or one per expert, (E,). Required by schemes with
+            static activation scales, optional for "nvfp4", where it is amax / (448 * 6), refused
+            by the others. Activations of this weight are quantized as round(x / activation_scale).
+            With one scale per expert backends "torch", "cutlass" and, except for "nvfp4",
+            "triton" quantize each (token, expert) pair by the scale of the expert; the others
+            quantize a token once, by the largest (docs/backends.md).
 
     Raises:
-        ValueError: a wrong rank, dtype or scheme, columns that are no multiple of the scheme's
-            group, an activation_scale that is missing or unused, a weight that is quantized
+        ValueError: a wrong rank, dtype or scheme; columns that are no multiple of the scheme's
+            group; an activation_scale that is missing or unused; a weight that is quantized
             already or not finite (the message names the experts).
     """
     scheme = get_scheme(scheme)
@@ -83,23 +83,23 @@ def from_quantized(
     channel_scale: Tensor | None = None,
     activation_scale: Tensor | float | None = None,
 ) -> ExpertTensor:
-    """Wrap expert weights that a checkpoint holds quantized; no element is changed or copied.
+    """Wrap expert weights that are quantized already. No element is changed or copied.
 
-    What the tensors must look like is said by the class of each format, e.g. `Int4ExpertTensor`.
+    The class of each format describes its tensors, e.g. `Int4ExpertTensor`.
 
     Args:
         scheme: a name such as "fp8_block", or a QuantScheme.
         qdata: (E, N, K) in the scheme's storage dtype, with fewer columns where elements share
             bytes (two of 4 bits, four of 6 bits in three).
-        scale: the factor an element is multiplied by. A scheme with fp32 scales takes
-            float8_e8m0fnu too and converts it, exactly; "fp8_block:ue8m0" takes powers of two
-            alone. One with e8m0 scales takes uint8 or float8_e8m0fnu.
-        zero_point: shaped like scale, uint8 0..15 for int4, int8 for int8; makes of
-            "int4_w4a16:g128" its variant with zero points, "int4_w4a16:g128:zp". In the floating
-            dtype of scale it holds minima, the values of the least element (0 of int4, -128 of
-            int8), and makes of it "int4_w4a16:g128:min".
-        global_scale: (E,) fp32, or (E, N, 1) with one for each row, for "nvfp4": value = element *
-            scale / global_scale.
+        scale: the factor that multiplies elements. Schemes with fp32 scales also take
+            float8_e8m0fnu, converted exactly; "fp8_block:ue8m0" takes only powers of two. Schemes
+            with e8m0 scales take uint8 or float8_e8m0fnu.
+        zero_point: shaped like scale, uint8 0..15 for int4, int8 for int8. It selects the variant
+            with zero points, e.g. "int4_w4a16:g128:zp" of "int4_w4a16:g128". In the floating-point
+            dtype of scale it holds minima, the values of the least element (0 for int4, -128 for
+            int8), and selects "int4_w4a16:g128:min".
+        global_scale: fp32, (E,) or one per row, (E, N, 1), for "nvfp4": value = element * scale /
+            global_scale.
         channel_scale: (E, N, 1) fp32, for "int4_w4a8": value = e4m3(element * scale) *
             channel_scale.
         activation_scale: as for ``quantize``.
@@ -133,24 +133,24 @@ def from_quantized(
 
 
 def prepare(weight: Tensor, backend: str, *, activation: str | Activation | None = None) -> Tensor:
-    """Bring expert weights, plain or quantized, into the layout ``backend`` reads, once.
+    """Bring expert weights, plain or quantized, into the layout that ``backend`` reads.
 
-    A weight that is laid out so already is returned as it is; one prepared for another backend is
-    brought back to its natural layout first, which "torch" reads. ``weight_layout`` and ``repr``
-    say which it is.
+    A weight that already has the layout is returned unchanged. One that was prepared for another
+    backend is first brought back to the natural layout, which "torch" reads. ``weight_layout`` and
+    ``repr`` show the layout.
 
         w13 = moe_ops.prepare(w13, "flashinfer", activation="silu")
         w2 = moe_ops.prepare(w2, "flashinfer")
 
     Args:
-        weight: (E, N, K), or (N, K) of one expert. Not all backends want another layout: then it
-            is returned as it is.
-        activation: for w13 the activation that follows it, for w2 None: some backends want up rows
-            before gate rows, from whichever order the activation is defined on.
+        weight: (E, N, K), or (N, K) for one expert. It is returned unchanged if the backend reads
+            the natural layout.
+        activation: for w13 the activation after it, for w2 None. Some backends read up rows before
+            gate rows; the activation defines the order that they are converted from.
 
     Raises:
-        ValueError: an unknown backend or activation, no tensor of such a shape and dtype, a weight
-            that is a transposed view, or one whose shape or scales do not admit the layout.
+        ValueError: an unknown backend or activation, a wrong shape or dtype, a transposed view, or
+            a shape or scales that do not admit the layout.
     """
     check_tensor("weight", weight)
     check_strided("weight", weight)

@@ -188,7 +188,7 @@ if torch.distributed.is_available():
 
 
 class Joined(Tensor):
-    """Flat tensors one behind the other, of which some are quantized, and stay so: what
+    """Flat tensors one after the other, some of them quantized, which they stay: what
     DistributedDataParallel makes of parameters or buffers to send them in one broadcast.
 
     It can be sent and taken apart again, and nothing else. Those that are quantized are no copies.

@@ -202,7 +202,7 @@ class SetUpProducts:
         w_global: Tensor | None,
         arrived: Tensor | None = None,  # scales of rows that arrive quantized
     ) -> Operand:
-        """The rows at the start of workspace13, with their scales behind them."""
+        """The rows at the start of workspace13, followed by their scales."""
         a, known, rows = self.a, _flat(known), self.y.shape[0]
         largest = None if known is not None else largest
         if self.grouped.kind != BLOCKS:

@@ -14,7 +14,7 @@ from moe_ops.meta.workspace import carve, cdiv, round_up
 
 
 def groups_in(buffer: Tensor, num_rows: int, columns: int, powers: bool) -> Operand:
-    """e4m3 rows at the start of a workspace, and their scales of groups behind them."""
+    """e4m3 rows at the start of a workspace, followed by their scales per group."""
     everything = carve(buffer, (grouped_bytes(num_rows, columns),), torch.uint8)
     data = everything[: num_rows * columns].view(torch.float8_e4m3fn).view(num_rows, columns)
     scale = everything[round_up(num_rows * columns, 128) :].view(torch.float32)
@@ -30,9 +30,9 @@ def rows_in(
     largest: Tensor | None,
     arrived: Tensor | None = None,
 ) -> Operand:
-    """e4m3 rows at the start of a workspace, with the scales that are written behind them: known
-    ones, one that follows from largest magnitudes, those of rows that arrived quantized, or those
-    of each row.
+    """e4m3 rows at the start of a workspace, followed by the scales that are written with them:
+    known ones, one that follows from largest magnitudes, those of rows that arrived quantized, or
+    those of each row.
     """
     size = round_up(num_rows * columns, 128)
     everything = carve(buffer, (size + 4 * num_rows,), torch.uint8)
@@ -60,7 +60,7 @@ def tiles_in(
     w_global: Tensor | None,  # (E,), or (E, N, 1), of which alpha has nothing
     alpha: Tensor,
 ) -> Operand:
-    """Rows at the start of a workspace, with their scales in swizzled tiles behind them."""
+    """Rows at the start of a workspace, followed by their scales in swizzled tiles."""
     format, rounding, whole = BLOCK_SCALED[scheme], rounding_of(scheme), ""
     assert rounding is not None
     row_bytes, size = format.row_bytes(columns), format.operand_bytes(num_rows, of_scales, columns)

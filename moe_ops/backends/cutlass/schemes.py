@@ -110,7 +110,7 @@ ARRAYS = (
     *("tables", "w", "d", "stride_x", "stride_w", "stride_d", "x_scale", "w_scale"),
     *("alpha", "x"),
 )
-NUMBERS = len(ARRAYS) + 2  # int64 of an expert and GEMM: behind the arrays two strides of tables
+NUMBERS = len(ARRAYS) + 2  # int64 of an expert and GEMM: after the arrays two strides of tables
 LAYOUT_WORDS = 5  # int32 of a layout of scales; of a layout of int4 weights 3
 
 

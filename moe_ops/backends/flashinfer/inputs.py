@@ -304,7 +304,7 @@ def quantize(a: ExpertsArgs, out: Tensor, scale: Tensor | None, to: str, gpu: Gp
 
 def copy_rows(a: ExpertsArgs, out: Tensor) -> None:
     """Copy the input's rows to the first columns of out, multiplied by router weights if these
-    scale the input; zeros behind them.
+    scale the input; zeros after them.
     """
     x = a.hidden_states
     if x.dtype.itemsize == 1:  # arrived quantized: bytes are copied

@@ -58,7 +58,7 @@ COLUMNS = 32  # K and I are multiples of it
 # the instructions in use. With AMX a weight is read once for up to 32 rows.
 MOST_ROWS_OF_BF16 = {1024: 32, 512: 12, 128: 4, 2: 3}
 ALIGNMENT = 64
-# of ExpertsArgs: tensors; scales and biases; and behind them the expert map alone
+# where in ExpertsArgs the tensors begin, the scales and biases, and the expert map after them
 _FIRST, _FIRST_SCALE, _MAP = [
     ExpertsArgs._fields.index(name) for name in ("hidden_states", "w13_scale", "expert_map")
 ]

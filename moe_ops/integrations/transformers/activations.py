@@ -24,7 +24,7 @@ FUSED = "fused_experts"
 GROUPED = "grouped_linear around the module's gate"
 
 # what attach() may choose for the calls of `fused_experts` of a module, which keeps it in
-# attributes of these names behind PREFIX
+# names of the attributes after PREFIX
 OPTIONS: dict[str, Any] = {"backend": "auto", "max_workspace_bytes": None, "recompute": False}
 PREFIX = "_moe_ops_"
 

@@ -112,11 +112,11 @@ class RoutingRecord:
 def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]:
     """Record which experts the routers of a model choose, inside of a `with` block.
 
-    The ids are written to memory on the device that is allocated here, behind those of the calls
+    The ids are written to memory on the device that is allocated here, after those of the calls
     before, and nothing is read on the host: so the calls may be compiled, and captured in CUDA
     graphs, whose replays record, too, as long as the block lasts: each block is other memory, and
     compiles code anew. So keep one, and `record.clear()` between rollouts. Runs of checkpoints in
-    a backward pass are not recorded again. Routers behave as before, and do so again behind the
+    a backward pass are not recorded again. Routers behave as before, and do so again after the
     block. Of a replay what runs is recorded by a block inside of that of `replay_routing`. Calls
     of all threads are recorded.
 
@@ -125,7 +125,7 @@ def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]
         max_tokens: tokens of all calls together for which there is room.
 
     Yields:
-        The record; `record.ids()` may be read inside of the block and behind it.
+        The record; `record.ids()` may be read inside of the block and after it.
 
     Raises:
         ValueError: model is no module or has no routers that return ids, max_tokens is no integer
@@ -235,7 +235,7 @@ def _device_of(module: HfModule, linear: HfModule) -> torch.device:
 def _record(
     own: Callable, ids: Tensor, count: Tensor, begins: Tensor, *args: Any, **options: Any
 ) -> Any:
-    """A router's own forward, whose chosen experts are written behind those that were."""
+    """A router's own forward, which appends the experts that it chooses to the record."""
     out = own(*args, **options)
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         return out  # a backward pass, in which a checkpoint calls it again

@@ -306,7 +306,7 @@ def _refusal(module: HfModule, router: Router | None, sharded: bool = False) -> 
     weight = linear.weight
     if not (type(weight) in (Tensor, nn.Parameter) or gathered) or weight.element_size() == 1:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
-    # accelerate leaves what was below its hooks behind as forward when they go
+    # when accelerate removes its hooks, it sets what was below them as forward
     found = vars(module).get(forwards.own_name(module))
     is_own = found is None or getattr(found, "__func__", None) is type(module).forward
     if not is_own and not _is_fused(module):

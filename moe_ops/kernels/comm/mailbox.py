@@ -19,7 +19,7 @@ EMPTY = 0xFF
 
 
 def has_flags(dtype: torch.dtype) -> bool:
-    """Whether rows travel with a flag behind each block, since any bits may be in them. Floats of
+    """Whether rows travel with a flag after each block, since any bits may be in them. Floats of
     16 bits and more are NaN where all their bits are ones: that tells whether they are there.
     """
     return not dtype.is_floating_point or dtype.itemsize < 2

@@ -16,7 +16,7 @@ order of memory between what it reads: each float is there or not. A sender neve
 stores to arrive, as it would between rows and a flag, and the link is never idle. Ids and weights
 of experts travel like this, too, -1 as -2.
 
-**Rows of other bits have a flag behind each block,** the epoch and M. All threads store their
+**Rows of other bits have a flag after each block,** the epoch and M. All threads store their
 part of a block; a barrier of the program orders these stores before what thread 0 does next;
 thread 0 sets the flag with release semantics at system scope, which are cumulative: who sees the
 flag sees the stores of all threads. (Or, of the flags of several receivers, all after one fence of

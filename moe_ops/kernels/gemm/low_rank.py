@@ -43,7 +43,7 @@ MOST_R = 64  # ranks of a program
 
 
 class Matrix(NamedTuple):
-    """Matrices of all experts, one behind the other."""
+    """Matrices of all experts, one after the other."""
 
     ptr: Pointer
     stride_r: Specialized

@@ -30,7 +30,7 @@ class Weight(NamedTuple):
 
     @property
     def data(self) -> Tensor:
-        """The tensor behind `ptr`. Quantized x and h have the same dtype."""
+        """The tensor that `ptr` points to. Quantized x and h have the same dtype."""
         assert self.ptr is not None
         return self.ptr
 
@@ -81,7 +81,7 @@ class Output(NamedTuple):
 
     @property
     def data(self) -> Tensor:
-        """The tensor behind `ptr`."""
+        """The tensor that `ptr` points to."""
         assert self.ptr is not None
         return self.ptr
 

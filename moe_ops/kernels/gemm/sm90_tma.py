@@ -132,7 +132,7 @@ def matmul_blocks(
 ):
     """x @ w.T in fp32 of e4m3 operands: (BLOCK_M, 128) for the 128 weight rows from `row` on, and
     for as many more: those of the second half that lie as they do in the first (SECOND is
-    "half"), or those behind them ("next"). A second half that begins in the middle of a block
+    "half"), or those after them ("next"). A second half that begins in the middle of a block
     ("uneven half") is four products of 64 rows, because the rows of such a box have one scale;
     with a scale of each row 168 registers of a thread spilled.
 

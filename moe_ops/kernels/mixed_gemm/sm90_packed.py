@@ -9,7 +9,7 @@ gate and up rows of a weight are apart, a tile has as many of both (HALVES).
 The threads of a program do both: they issue the products of a step, which run on their own, decode
 the weights of the next step, store them, and wait for the products of the step before. Rows of x
 and packed weights come by TMA into rings of stages: what a thread loads itself, it waits for at
-the fence behind its stores. A thread has 16 neighbouring bytes of a row of the weight, and eight
+the fence after its stores. A thread has 16 neighbouring bytes of a row of the weight, and eight
 threads beside each other eight rows, so that 16 bytes of a decoded row go to banks of their own.
 """
 

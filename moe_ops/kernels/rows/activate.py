@@ -289,7 +289,7 @@ def moe_ops_activate(
 
 def columns_at_once(I: int) -> tuple[int, int]:  # noqa: E741
     """(columns that a program takes at a time, its warps) of rows of I columns of 16 bits: 8
-    columns a thread, as few behind the last one as can be.
+    columns a thread, as few past the last one as possible.
     """
     warps = min((4, 2, 1), key=lambda warps: round_up(I, WARP * warps))
     return WARP * warps, warps

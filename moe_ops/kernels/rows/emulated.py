@@ -412,14 +412,14 @@ def round_h(
 ) -> Hidden:
     """The Hidden of h (rows, I): its buffers, and the launches that round it."""
     space = flat(workspace, torch.float32, h_elements(rows, I, r))
-    behind = rows * I
+    after = rows * I
     largest = amax = None
     if r.SCALE == "nv":
         if static is None:
-            amax = space[behind : behind + 1] if shared is None else shared.h
+            amax = space[after : after + 1] if shared is None else shared.h
         largest = amax if static is None else static
     source = Input(space, 0, I, 1, largest, partials=_scales_at_once(static))
-    start = behind + GAP
+    start = after + GAP
     launch, read = _round(
         *(r, source, rows, rows, I, space, start, _end(r, start, rows, I)),
         *(_known_scales(static), None, NO_ROUTER_WEIGHTS, gpu),

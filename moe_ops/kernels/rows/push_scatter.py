@@ -126,7 +126,7 @@ def store_tile(
 def packed_scales(
     buffer_ptr, peer, row, group, K, ROWS_START: tl.constexpr, PITCH: tl.constexpr
 ):  # fmt: skip
-    """Pointers to the scales of groups behind packed rows of a buffer."""
+    """Pointers to the scales of groups, which follow the packed rows of a buffer."""
     scales_ptr = region(buffer_ptr, peer, ROWS_START + K, tl.float32)
     return scales_ptr + row[:, None] * (PITCH // 4) + group[None, :]
 

@@ -89,7 +89,7 @@ class Shared(NamedTuple):
 
 
 def shared_of(workspace: Tensor, start: int) -> Shared:
-    """The Shared behind the first `start` fp32 elements of a workspace."""
+    """The Shared after the first `start` fp32 elements of a workspace."""
     found = flat(workspace, torch.float32, start + SHARED)[start : start + SHARED]
     return Shared(found[:NUM_PARTIALS], found[NUM_PARTIALS:])
 
@@ -114,7 +114,7 @@ class Input(NamedTuple):
 
     @property
     def data(self) -> Tensor:
-        """The tensor behind `ptr`."""
+        """The tensor that `ptr` points to."""
         assert self.ptr is not None
         return self.ptr
 
@@ -188,8 +188,8 @@ def split(
 ) -> tuple[Tensor, Tensor]:
     """(rows * columns elements of `dtype`, the fp32 scales after them) of a workspace."""
     start = round_up(rows * columns * dtype.itemsize, 4 * _GAP) // 4
-    behind = flat(workspace, torch.float32, start + num_scales)[start:]
-    return flat(workspace, dtype, rows * columns), behind
+    after = flat(workspace, torch.float32, start + num_scales)[start:]
+    return flat(workspace, dtype, rows * columns), after
 
 
 def expert_stride(static: Tensor | None) -> int:
