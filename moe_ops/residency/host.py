@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 
@@ -25,12 +26,14 @@ class HostMemory:
         whole = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
         begin = -whole.data_ptr() % _PAGE
         self.data: Tensor = whole[begin : begin + num_bytes]
-        self.pinned = device.type == "cuda" and self._pin(whole.data_ptr() + begin)
+        self.pinned = device.type == "cuda" and self._pin(whole.data_ptr() + begin, device)
 
-    def _pin(self, address: int) -> bool:
+    def _pin(self, address: int, device: torch.device) -> bool:
         data = self.data
         error = torch.cuda.cudart().cudaHostRegister(address, data.numel(), _PORTABLE_AND_MAPPED)
         if int(error) != 0:
+            with contextlib.suppress(RuntimeError):  # of which the next launch would be accused
+                torch.zeros(1, device=device)
             warnings.warn(
                 f"the system did not pin {data.numel() / 2**30:.2f} GiB of host memory "
                 f"({error}): experts that a call misses are copied by the host, from memory that "

@@ -98,6 +98,28 @@ def test_passes_have_the_bits_of_one(scheme, slots, streams, monkeypatch):
         assert (hits, misses) == (lru.hits, lru.misses)
 
 
+CALLS = {
+    "router weights on the input": ({"top_k": 1, "on_input": True}, {}),
+    "batch invariant": ({}, {"batch_invariant": True}),
+    "one token": ({"M": 1, "ids_dtype": torch.int64}, {}),
+    "no gate": ({"activation": "relu2_no_mul"}, {}),
+    "chunks of tokens": ({"M": 40}, {"max_workspace_bytes": 60000}),
+    "two schemes": ({"scheme": "int4_w4a16:g64+plain"}, {}),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_other_kinds(name, backend):
+    sizes, options = CALLS[name]
+    case = small(**({"M": 6, "bias": False, "scheme": "int4_w4a16:g64"} | sizes))
+    experts = experts_of(case, slots=3)
+    expected = moe_ops.fused_experts(*case.args, **case.options, **options, backend=backend)
+    for _ in range(2):
+        with poisoned_memory():
+            assert torch.equal(run(case, experts, backend=backend, **options), expected)
+
+
 def test_a_prompt_leaves_a_true_table(monkeypatch):
     """After all experts have streamed, calls find the last ones, and the slot between halves
     is empty.
