@@ -108,7 +108,7 @@ _PLAIN = {name: Activation(name) for name in NAMES}
 
 
 def resolve(activation: str | Activation) -> Activation:
-    """The Activation of a name; an Activation is returned as it is."""
+    """The Activation of a name; an Activation is returned unchanged."""
     if isinstance(activation, Activation):
         return activation
     # kept, since making it costs a call time
@@ -160,10 +160,10 @@ _COLUMNS_OF_VECTORS, _ELEMENTS_OF_A_THREAD = 64, 1 << 14
 
 
 def apply_by_blocks(gate_up: Tensor, activation: Activation, out: Tensor) -> None:
-    """out (S, I) = `apply`(gate_up (S, N)), a row with the same bits wherever it stands among how
-    many others: on a CPU, where `apply` may round the last columns of some rows otherwise.
+    """out (S, I) = `apply`(gate_up (S, N)), with the same bits of a row among any number of
+    others. For CPUs, where `apply` may round the last columns of some rows differently.
 
-    All blocks have one shape, and so have all calls of torch.
+    All blocks, and so all calls of torch, have one shape.
     """
     S, I = out.shape  # noqa: E741
     rows = 1 if I % _COLUMNS_OF_VECTORS else max(1, _ELEMENTS_OF_A_THREAD // max(1, I))
@@ -178,7 +178,7 @@ def apply_by_blocks(gate_up: Tensor, activation: Activation, out: Tensor) -> Non
 def derivative(x: Tensor, grad: Tensor, activation: Activation) -> Tensor:
     """The gradient of x (..., N) from that of `formula`'s result (..., I), both fp32 or fp64.
 
-    As in torch's clamp, gradients pass at a limit itself and not beyond it.
+    As for torch.clamp, gradients pass at the limit itself but not beyond it.
     """
     name, limit = activation.name, activation.limit
     if not activation.gated:
@@ -231,9 +231,7 @@ UP_GATE_OF_PAIRS = "up_gate_of_pairs"  # the same, made from rows that alternate
 
 
 def rows_before(activation: Activation | None) -> str:
-    """The order of rows that backends with up rows before gate rows want of a weight before
-    ``activation``.
-    """
+    """The order of w13's rows before ``activation`` for backends that read up rows first."""
     if activation is None or not activation.gated:
         return ""
     return UP_GATE_OF_PAIRS if activation.interleaved else UP_GATE

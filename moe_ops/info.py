@@ -10,8 +10,8 @@
 it takes and, for every backend left out, why. SCHEME is a scheme's name, or ``plain`` for weights
 that are not quantized.
 
-``--check`` is `moe_ops.self_check`: it runs every backend and scheme that runs on this machine,
-compares them with fp64, and prints a table. The exit status is 1 if anything differs.
+``--check`` is `moe_ops.self_check`: it runs every backend and scheme of this machine, compares the
+results with fp64, and prints a table. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations

@@ -119,31 +119,30 @@ SCALE_RULES = ("ocp", "round", "ceil")
 @dataclass(frozen=True)
 class QuantDesc:
     """How one operand is quantized: value = (q - zero_point) * scale * channel_scale /
-    global_scale. Of int4 elements under a channel_scale (`e4m3_products`), q * scale is rounded to
-    e4m3 before channel_scale multiplies it. With a minimum, value = (q - least) * scale + minimum,
-    where least is the least element, 0 of int4 and -128 of int8.
+    global_scale. For int4 elements with a channel_scale (`e4m3_products`), q * scale is rounded to
+    e4m3 before it is multiplied by channel_scale. With a minimum, value = (q - least) * scale +
+    minimum, where least is the least element, 0 for int4 and -128 for int8.
 
     Args:
-        dtype: names an element format, e.g. "e4m3".
-        group: what shares one scale.
-        static: whether scales are known beforehand; others are computed from the data of each
-            call.
-        scale_dtype: float32; float8_e8m0fnu (powers of two, stored as their uint8 code);
-            float8_e4m3fn; None for the dtype of the weights themselves.
-        global_scale: whether there is one more scale for a whole matrix, (E,) fp32 for weights, or
-            for each row of them, (E, N, 1).
-        channel_scale: whether there is one more scale for each row, (E, N, 1) fp32.
-        zero_point: whether elements are counted from a zero point, an integer for each scale.
-        minimum: whether each scale has the value of the least element beside it, a number of the
-            scale's dtype. It takes the place of zero points, also as an argument and in files.
-        scale_rule: of e8m0 scales, how their exponent follows from the largest magnitude of a
-            group: "ocp" floor(log2(amax)) - floor(log2(format's max)), as the OCP MX specification
-            has it; "round" the same of amax rounded to the format's mantissa; "ceil"
-            ceil(log2(amax / format's max)), of e2m1 with amax at least 1e-4. Of float32 scales,
-            "ceil" makes them powers of two in the same way, and "" leaves them as they are.
+        dtype: name of an element format, e.g. "e4m3".
+        group: the elements that share a scale.
+        static: whether scales are known in advance; otherwise they are computed in each call.
+        scale_dtype: float32; float8_e8m0fnu (powers of two, stored as uint8 codes);
+            float8_e4m3fn; None for the dtype of the quantized weights.
+        global_scale: whether there is one more fp32 scale per matrix, (E,) for weights, or per
+            row, (E, N, 1).
+        channel_scale: whether there is one more fp32 scale per row, (E, N, 1).
+        zero_point: whether each scale has a zero point, an integer.
+        minimum: whether each scale has a minimum, the value of the least element in the scale's
+            dtype. It takes the place of the zero point, also as an argument and in files.
+        scale_rule: how the exponent of an e8m0 scale follows from the largest magnitude of its
+            group: "ocp" floor(log2(amax)) - floor(log2(format's max)), the OCP MX specification;
+            "round" the same for amax rounded to the format's mantissa; "ceil" ceil(log2(amax /
+            format's max)), for e2m1 with amax at least 1e-4. For float32 scales "ceil" makes them
+            powers of two in the same way, "" does not change them.
 
     Raises:
-        ValueError: for a combination that has no meaning; the message says why.
+        ValueError: the combination has no meaning; the message says why.
     """
 
     dtype: str
@@ -192,17 +191,15 @@ class QuantDesc:
     @property
     def e4m3_products(self) -> bool:
         """Whether elements times the scale of their group are rounded to e4m3, so that fp8 tensor
-        cores multiply them and channel_scale multiplies finished sums. So it is with int4 elements
-        under a channel_scale, whatever the other operand is. Ties go to the even neighbour, and
-        products beyond 448 become 448.
+        cores can multiply them and channel_scale multiplies finished sums: int4 elements with a
+        channel_scale, whatever the other operand is. Ties round to even, and products beyond 448
+        become 448.
         """
         return self.channel_scale and self.dtype == "int4"
 
     @property
     def whole_groups(self) -> bool:
-        """Whether the columns of a weight must be a multiple of the group's: true but for 2-D
-        blocks.
-        """
+        """Whether the columns of a weight must be a multiple of the group: not for 2-D blocks."""
         return self.group.cols > 1 and self.group.rows == 1
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
@@ -261,13 +258,13 @@ def _meaningless(d: QuantDesc) -> str:
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """One way to run experts: the weights' quantization and that of the activations.
+    """The quantization of weights and activations.
 
-    ``weight`` is None for plain weights, ``activation`` is None where activations stay in the
-    dtype of hidden_states.
+    ``weight`` is None for plain weights, ``activation`` is None if activations stay in the dtype
+    of hidden_states.
 
     Raises:
-        ValueError: for a combination that has no meaning; the message says why.
+        ValueError: the combination has no meaning; the message says why.
     """
 
     name: str
@@ -419,13 +416,13 @@ def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
 def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
     """The scheme of a name such as "fp8_block" or "int4_w4a16:g64"; "" means plain weights.
 
-    A name whose variant is left out stands for the default one: "fp8_w8a16" is
-    "fp8_w8a16:channel". Of a QuantScheme of one's own, the named scheme that is made alike, or
-    else the scheme whose name spells out both descriptions, since operators, files and exported
-    programs know schemes by their names.
+    A name without its variant means the default one: "fp8_w8a16" is "fp8_w8a16:channel". For a
+    QuantScheme of one's own it is the named scheme with the same descriptions, else the scheme
+    whose name spells out both descriptions, because operators, files and exported programs refer
+    to schemes by name.
 
     Raises:
-        ValueError: the name is not known, or a QuantScheme has the name of another one.
+        ValueError: the name is unknown, or a QuantScheme has the name of another one.
     """
     if isinstance(scheme, QuantScheme):
         named = SCHEMES.get(scheme.name)
@@ -460,14 +457,14 @@ _PLAIN = "plain"  # stands for "" there
 
 
 def layer_scheme(w13: str, w2: str) -> str:
-    """What a layer's schemes are called where they travel as one: the scheme that both weights
-    have, or as in "int4_w4a16:g128+plain" that of w13 and that of w2, which are full names.
+    """One name for the schemes of a layer: that of both weights, or of w13 and w2 by their full
+    names, as in "int4_w4a16:g128+plain".
     """
     return w13 if w13 == w2 else f"{w13 or _PLAIN}+{w2 or _PLAIN}"
 
 
 def schemes_of_layer(scheme: str) -> tuple[str, str]:
-    """The schemes of w13 and of w2, from a name that `layer_scheme` made."""
+    """The schemes of w13 and w2, from the result of `layer_scheme`."""
     if "+" not in scheme:
         return scheme, scheme
     w13, w2 = ["" if name == _PLAIN else name for name in scheme.split("+")]

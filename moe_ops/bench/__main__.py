@@ -9,7 +9,7 @@ tokens: this library with plain weights and with each scheme, of a quantized mod
 default the one that its experts are stored in, and what people would use instead,
 transformers' loop over experts and its grouped_mm, all on the same bf16 weights. On a GPU calls
 are replayed from CUDA graphs, except those that read GPU memory on the host and cannot be
-captured. The table has microseconds a layer and, for each column of this library, how many times
+captured. The table has microseconds per layer and, for each column of this library, how many times
 as fast as the best of the others it is. The error of each against fp64 stands below it, and that
 the machine was busy, if it was. A plot is drawn, too, if matplotlib is installed.
 """

@@ -1,7 +1,7 @@
 """Layers that are timed: this library's, and what people would use instead.
 
-M tokens, K hidden size, I intermediate size, E experts, top_k experts a token. w13 is (E, 2I, K),
-gate rows first; w2 is (E, K, I). A layer takes (hidden_states (M, K), topk_weights (M, top_k),
+M tokens, K hidden size, I intermediate size, E experts, top_k experts per token. w13 is (E, 2I,
+K), gate rows first; w2 is (E, K, I). A layer takes (hidden_states (M, K), topk_weights (M, top_k),
 topk_ids (M, top_k)) and returns (M, K).
 """
 

@@ -34,8 +34,8 @@ from moe_ops.meta.workspace import cdiv
 MAX_CHUNKS = 16  # of a row with zero points, up to which sm90_mma.py is faster than gemv.py
 MAX_CHUNKS_OF_W13 = 32  # of int4, up to which sm90_mma.py was shown to be faster than gemv.py
 MAX_I_OF_PACKED = 4096  # up to which mixed_gemm/sm90_packed.py is faster with weights of 4 bits
-FEWEST_ROWS_OF_16 = 5  # rows an expert, from which blocks have 16 rows
-# BLOCK_M -> rows an expert of plain weights that run in such blocks
+FEWEST_ROWS_OF_16 = 5  # rows per expert, from which blocks have 16 rows
+# BLOCK_M -> rows per expert of plain weights that run in such blocks
 ROWS_OF_BLOCKS = {16: 8, 32: 20, 64: 48, 128: 128}
 MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
 # mixed_gemm/sm90_packed.py has these tiles alone: rows of a block, columns, step, stages and warps
@@ -257,7 +257,7 @@ def many_rows(layer: LayerSizes, bits: int) -> bool:
     """Whether a layer of so many rows is faster by mixed_gemm/sm90_packed.py, whose blocks of 128
     rows share a decoded weight.
 
-    In 8 bits it is from 64 rows an expert on: with fewer, blocks of 128 rows are mostly empty. In
+    In 8 bits it is from 64 rows per expert on: with fewer, blocks of 128 rows are mostly empty. In
     4 bits sm90_wgmma.py needs no copy of rows and pads them to 64, so that it is ahead up to the
     more rows, the longer those of w2 are.
     """
@@ -342,7 +342,7 @@ def choose_token(layer: LayerSizes, k_chunk: int, group: int) -> LayerConfig:
     16 warps of GEMM2 are best where no multiprocessor has two programs. Elsewhere eight are: two
     programs of 16 warps do not fit if a token has more than two experts, with which registers
     grow. Of two experts with long rows they ask for four chunks, beside all of h (`rows_of_h` in
-    sm90_mma.py); rows of 13 to 16 chunks a warp were measured with 16 warps alone.
+    sm90_mma.py); rows of 13 to 16 chunks per warp were measured with 16 warps alone.
 
     They ask for four chunks too where a warp has 12, or a token one expert. Rows of GEMM1 of more
     than 32 chunks have eight warps; shorter ones are slower with so many.

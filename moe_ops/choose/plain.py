@@ -18,7 +18,7 @@ from moe_ops.kernels.configs import GEMV, SM90_TMA, GemmConfig, LayerConfig, sor
 from moe_ops.kernels.rows.scales import FEW_ROWS
 from moe_ops.meta.workspace import cdiv
 
-LARGE_ROWS = 24  # rows an expert from which the kernels of sm90_tma.py may run
+LARGE_ROWS = 24  # rows per expert from which the kernels of sm90_tma.py may run
 
 
 @lru_cache(maxsize=8192)
@@ -82,7 +82,7 @@ def _choose_quantized(
     h_in_fp32 = x_scale in ("row", "tensor") or by_group and (odd or few)
     quantize_x = by_row or by_group and not (odd and average <= FEW_ROWS)
     groups = by_group and gated and not h_in_fp32
-    # GEMM2 has three tiles of 256 rows a multiprocessor
+    # GEMM2 has three tiles of 256 rows per multiprocessor
     filled = gpu.has_tma and min(rows, experts) * cdiv(K, 256) >= 3 * each
     blocks = rules.BLOCKS_OF_GROUPS if groups and filled else rules.QUANTIZED_BLOCKS
     block_m = 16 if direct else block_of(blocks, average)

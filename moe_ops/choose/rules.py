@@ -57,10 +57,10 @@ def is_short(waves: float) -> bool:
 # --- gemm/sm80_mma.py, plain weights -------------------------------------------------------------
 # An expert's rows should usually fit one block, so that its weights are read once. Tiles of 16
 # tokens keep 96 to 192 KiB of weights in flight on an SM90 multiprocessor, in programs of about
-# 110 registers a thread: enough for the full memory bandwidth.
+# 110 registers per thread: enough for the full memory bandwidth.
 #
 # fp32: products outside of the tensor cores; odd: unaligned rows, which are loaded by element, so
-# that smaller tiles save registers; few: at most two rows an expert; tma: the GPU has it, and
+# that smaller tiles save registers; few: at most two rows per expert; tma: the GPU has it, and
 # before the wider tile spills
 PLAIN_BLOCKS: Blocks = ((12, 16), (25, 32), (51, 64), (ANY, 128))
 SMALL_BLOCKS: Blocks = ((12, 16), (ANY, 32))  # of fp32 and odd rows
@@ -90,10 +90,10 @@ PLAIN_GEMM2: Rows[Tile] = (
 # by_group: how h is quantized; few: one token whose wide tiles would leave multiprocessors idle;
 # two_waves: its tiles are more than multiprocessors and at most twice as many, so that they run in
 # one wave with fewer stages; one_wave: GEMM2 has at most one block a multiprocessor; several: it
-# has at least one of 256 rows; filled: it has three of these; dense: more than six rows an expert;
-# converts1, converts2: a GEMM quantizes its input, which takes registers. Filled multiprocessors
-# of `groups` are faster with fewer stages and wider tiles of GEMM2 where products take about as
-# long as reading (dense, or sums of GEMM1 are short).
+# has at least one of 256 rows; filled: it has three of these; dense: more than six rows per
+# expert; converts1, converts2: a GEMM quantizes its input, which takes registers. Filled
+# multiprocessors of `groups` are faster with fewer stages and wider tiles of GEMM2 where products
+# take about as long as reading (dense, or sums of GEMM1 are short).
 QUANTIZED_BLOCKS: Blocks = ((12, 16), (25, 32), (ANY, 64))
 BLOCKS_OF_GROUPS: Blocks = ((10, 16), (25, 32), (ANY, 64))  # where `groups` and `filled` hold
 QUANTIZED_GEMM1: Rows[Tile] = (
@@ -123,13 +123,13 @@ QUANTIZED_GEMM2: Rows[Tile] = (
 )
 
 # --- gemm/sm90_tma.py ----------------------------------------------------------------------------
-# From 48 rows an expert on, and in e4m3 always, blocks have 128 rows: they hold all rows of most
+# From 48 rows per expert on, and in e4m3 always, blocks have 128 rows: they hold all rows of most
 # experts, so that weights are read once. GEMM1 skips the second half of a block if that is empty,
 # and in GEMM2 two programs share a block. In e4m3, tiles of 64 x 128 in GEMM2 leave room for three
-# programs a multiprocessor, which scale their sums while others multiply. In 16 bits, from 96 rows
-# an expert on (`many`), GEMM2 has larger tiles, unless its sums are short, so that two programs a
-# multiprocessor hide each other's prologue and epilogue. One program takes a whole block then if
-# sums are short or long, or most blocks are full (`full`).
+# programs per multiprocessor, which scale their sums while others multiply. In 16 bits, from 96
+# rows an expert on (`many`), GEMM2 has larger tiles, unless its sums are short, so that two
+# programs a multiprocessor hide each other's prologue and epilogue. One program takes a whole
+# block then if sums are short or long, or most blocks are full (`full`).
 TMA_BLOCKS: Blocks = ((nextafter(48, 0), 64), (ANY, 128))
 TMA_GEMM1: Rows[Tile] = (
     ("8bit gated", (256, 128, 4, 8)),
@@ -152,7 +152,7 @@ TMA_SPLIT_M: Rows[int] = (
 )
 
 # --- mixed_gemm/sm80_mma.py ----------------------------------------------------------------------
-# Two warps a block, because Triton would use wgmma with four, until an expert has so many rows
+# Two warps per block, because Triton would use wgmma with four, until an expert has so many rows
 # that products take longer than decoding. BLOCK_K beside 8 rows is 128 bytes of a row.
 #
 # unaligned: 16 bytes do not divide rows, which are loaded by element, and larger tiles spill;
@@ -175,19 +175,19 @@ MIXED_GEMM: Rows[Tile] = (
 )
 
 # --- mixed_gemm/sm90_wgmma.py --------------------------------------------------------------------
-# An expert's rows should usually fit one block. More blocks a multiprocessor are faster than more
-# stages, which leave less of the L1 cache for scales. With BLOCK_K = 256 products are waited for
-# half as often as with 128. About half of the experts of which each has 64 rows on average have
-# more, and a second block takes as long as the first: so blocks of 80 rows, of two operands, are
-# faster from there on, and slower where experts have several of either. Blocks of 48 rows serve
-# averages between 32 and 64.
+# An expert's rows should usually fit one block. More blocks per multiprocessor are faster than
+# more stages, which leave less of the L1 cache for scales. With BLOCK_K = 256 products are waited
+# for half as often as with 128. About half of the experts of which each has 64 rows on average
+# have more, and a second block takes as long as the first: so blocks of 80 rows, of two operands,
+# are faster from there on, and slower where experts have several of either. Blocks of 48 rows
+# serve averages between 32 and 64.
 #
 # two_operands: blocks of 48 and 80 rows have registers; streamed, prepared: int4 that is decoded
 # without waits, prepared e2m1; weights: these are scaled in their natural order; sums: these are
 # scaled instead, beside up to 32 rows; tiles: many of GEMM2's programs have a second tile; long:
 # rows of both weights have 256 columns; deep: experts have a row, and w13's have no whole chunks;
-# short2, short3: GEMM2's tiles are a wave of two (three) blocks a multiprocessor and a second one
-# of at most half as many; full: they are more than 1.5 multiprocessors' blocks
+# short2, short3: GEMM2's tiles are a wave of two (three) blocks per multiprocessor and a second
+# one of at most half as many; full: they are more than 1.5 multiprocessors' blocks
 WGMMA_BLOCKS: Blocks = ((4, 8), (10, 16), (30, 32), (ANY, 64))
 WGMMA_BLOCKS_OF_TWO: dict[int, Blocks] = {  # by bits
     4: (*WGMMA_BLOCKS[:3], (38, 48), (56, 64), (80, 80), (ANY, 64)),

@@ -48,7 +48,7 @@ def scale_shape(rows: int, cols: int, group_rows: int, group_cols: int) -> tuple
 def batched_scale_shape(
     batch: int, rows: int, cols: int, group_rows: int, group_cols: int
 ) -> tuple[int, ...]:
-    """``scale_shape`` of each of ``batch`` matrices, stacked: (batch,) for one scale a matrix."""
+    """``scale_shape`` of ``batch`` matrices, stacked: (batch,) for one scale per matrix."""
     return (batch, *scale_shape(rows, cols, group_rows, group_cols))
 
 

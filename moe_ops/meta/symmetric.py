@@ -4,8 +4,8 @@ R ranks, T = max_num_tokens, the most rows of one rank. Every rank has a buffer 
 with a slot for each other rank, two sets of slots, and in each slot flags, metadata and rows:
 
     flags     (2, R - 1, blocks + 1) int64; bits 32 to 63 are the epoch in which the block was
-              sent, bits 0 to 31 the number of rows that the sender has, which the last one tells
-              before any row is sent. Rows of floats have no other flags
+              sent, bits 0 to 31 the number of rows of the sender. The last flag is sent before
+              any row. Rows of floats have no other flags
     metadata  (2, R - 1, T, words) int32: expert ids of a row, then its router weights as fp32 bits
     rows      (2, R - 1, T, pitch), each row padded to a multiple of 16 bytes
 
@@ -102,9 +102,9 @@ def symmetric_memory_bytes(
     One buffer for dispatch and one for combine, shared by all layers of a process group whose
     max_num_tokens, hidden size, experts per token and dtype are equal. They are allocated at the
     first call and kept; a group with layers of fp8_block and others of equal sizes holds dispatch
-    buffers of both kinds. Gradients of router weights take one more, of top_k * 4 bytes a row; and
-    where rows are sent after their routing (`rows_later`), layers that also record gradients one
-    more for dispatch.
+    buffers of both kinds. Gradients of router weights take one more, of top_k * 4 bytes per row;
+    and where rows are sent after their routing (`rows_later`), layers that also record gradients
+    one more for dispatch.
 
     Args:
         group_size: R, ranks of the group.

@@ -74,10 +74,10 @@ def masked(E: int, T: int, N: int, K: int, I: int) -> Shapes:
 
 
 def carve(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The first bytes of `buffer` (contiguous, of any shape and dtype) as a tensor.
+    """The first bytes of `buffer` (contiguous, any shape and dtype) as a tensor.
 
-    Kernels take workspaces in this way alone, because the tiered op passes the same bytes to every
-    tier.
+    Launchers use workspaces only through this function, because the tiered op passes the same
+    bytes to every tier.
     """
     size = 1
     for s in shape:

@@ -138,7 +138,7 @@ RESIDENT = Kind(
 
 
 class _Bits(dict[str, fake.Bits]):
-    """Scheme of a layer -> bits an element, from which unpacked column counts follow."""
+    """Scheme of a layer -> bits per element, from which unpacked column counts follow."""
 
     def __missing__(self, scheme: str) -> fake.Bits:
         w13, w2 = map(get_scheme, schemes_of_layer(scheme))

@@ -321,7 +321,7 @@ class SymmetricMemory(PaddedDispatcher):
     @property
     def exchange_quantized(self) -> str:
         """`exchange` for calls after `dispatch_routing` with fp8_block weights, whose tokens are
-        quantized on their way (`moe_ops.parallel.wire.quantizes_later`): 1.03 bytes a column in
+        quantized on their way (`moe_ops.parallel.wire.quantizes_later`): 1.03 bytes per column in
         place of 2, with the same bits. For more than one rank; all of them name the same one.
         """
         return QUANTIZED + self.exchange

@@ -123,7 +123,7 @@ class Plan:
         return all([backend.takes.differentiable for _, backend in self.tiers])
 
     def workspace_shapes(self, M: int) -> Workspaces:
-        """Shapes and dtypes of the workspaces for M tokens (batched_experts: T rows an expert;
+        """Shapes and dtypes of the workspaces for M tokens (batched_experts: T rows per expert;
         grouped_linear: S rows).
         """
         problem, rows = self.problem, M
@@ -199,7 +199,7 @@ class Plan:
         return lines
 
     def _times(self) -> list[str]:
-        """Table of the measured times, microseconds a layer, by M and backend."""
+        """Table of the measured times, microseconds per layer, by M and backend."""
         times = lookup.backend_times(*_table_key(self.problem, self.machine))
         names = [b.name for b in backends.BACKENDS if any(b.name in us for _, us in times)]
         others = [backend for _, backend in self.tiers if backend.name not in names]
@@ -330,8 +330,8 @@ def _claim(backend: Backend, problem: Problem) -> Claim | None:
 
 
 def _claimed(problem: Problem, tiers: _Tiers, candidate: Backend) -> _Tiers:
-    """`tiers` with an untimed backend in place of the others from `Claim.since` rows an expert on.
-    From `Claim.until` on the others run again, if the last of them has a claim too.
+    """`tiers` with an untimed backend in place of the others from `Claim.since` rows per expert
+    on. From `Claim.until` on the others run again, if the last of them has a claim too.
     """
     claim, of_last = _claim(candidate, problem), _claim(tiers[-1][1], problem)
     if claim is None:

@@ -1,6 +1,6 @@
 """The calls that `moe_ops.self_check` makes: shapes, random inputs, and the error allowed.
 
-M tokens, K hidden size, I intermediate size, E experts, top_k experts a token.
+M tokens, K hidden size, I intermediate size, E experts, top_k experts per token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
 
 
 # The first two share their weights and most constants of kernels. The last one has several tiles
-# of rows an expert, and sizes that fill no tile where the backend takes such.
+# of rows per expert, and sizes that fill no tile where the backend takes such.
 SHAPES = (
     Sizes(33, 5, 2, 256, 128, (128,)),
     Sizes(1, 5, 2, 256, 128, (128,)),

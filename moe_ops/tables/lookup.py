@@ -1,16 +1,15 @@
 """Measured tables, one JSON file per GPU: the times of backends by number of tokens, and the
-fastest configs of the triton backend. `python -m moe_ops.tuning` measures both.
+fastest configs of backend triton. `python -m moe_ops.tuning` measures both.
 
-An entry is one problem (`KEYS`). "backends" lists {num_tokens, us, versions}, where us has the
-microseconds a layer of each backend that was measured, all in one run; "triton" lists {num_tokens,
-us, triton, config}, where config has the fields of kernels.configs.LayerConfig that are not
-defaults.
+An entry is one problem (`KEYS`). "backends" lists {num_tokens, us, versions}: us has the
+microseconds per layer of each measured backend, all from one run. "triton" lists {num_tokens, us,
+triton, config}: config has the fields of kernels.configs.LayerConfig that are not defaults.
 
-claims.json says of layers that no table has from how many rows an expert, on average, a backend is
-faster than those before it, by what was measured of other layers and GPUs. A row is for experts
-of at least so many "elements" of w2; the first one that fits counts. Of another's rows "until" is
-the end: from there the one before it is faster again. Under expert parallelism most pairs are
-those of experts elsewhere, which the number of rows does not tell.
+claims.json is for layers without a table: the average rows per expert from which a backend is
+faster than those before it ("since"), by measurements of other layers and GPUs, and those from
+which it no longer is ("until"). A row applies to experts whose w2 has at least "elements"
+elements; the first one that applies counts. Under expert parallelism most pairs belong to experts
+elsewhere, which the number of rows does not show.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def _claims() -> list[dict]:
 
 
 def claim(backend: str, scheme: str, elements: int) -> tuple[int, int | None] | None:
-    """(rows an expert since when a backend is faster, rows until when) of layers that were not
-    timed, whose experts have so many elements of w2. None: nobody says so.
+    """(since, until): the rows per expert between which a backend is faster on layers that were
+    not timed, whose w2 has `elements` elements per expert. None without a claim.
     """
     for row in _claims():
         if (row["backend"], row["scheme"]) == (backend, scheme) and elements >= row.get(
@@ -82,7 +81,7 @@ def backend_times(
     scheme: str,
     dtype: str,
 ) -> list[tuple[int, dict[str, float]]]:
-    """(M, backend -> microseconds a layer) of a problem, ascending; empty if it was not
+    """(M, backend -> microseconds per layer) of a problem, ascending; empty if it was not
     measured.
     """
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
@@ -91,12 +90,11 @@ def backend_times(
 
 
 def look_up(*problem: Any) -> tuple[tuple[int, str], ...]:
-    """Tiers (largest M, backend) of a problem, ascending, -1 for no bound; () if it was not
-    measured.
+    """Tiers (largest M, backend) of a problem in ascending order, -1 for no bound; () if it was
+    not measured.
 
     Arguments: those of `backend_times`, then the names of the backends that accept the problem.
-    The times of others do not count: if the fastest backend is not installed, the next one takes
-    its place.
+    Times of other backends are ignored: if the fastest is not installed, the next takes its place.
     """
     *key, accepted = problem
     return crossovers(backend_times(*key), accepted)
@@ -105,11 +103,11 @@ def look_up(*problem: Any) -> tuple[tuple[int, str], ...]:
 def crossovers(
     times: Sequence[tuple[int, Mapping[str, float]]], accepted: Sequence[str]
 ) -> tuple[tuple[int, str], ...]:
-    """Tiers (largest M, backend) that follow from times measured at ascending numbers of tokens.
+    """Tiers (largest M, backend) from times that were measured at ascending numbers of tokens.
 
-    A tier ends where another backend is faster by more than MARGIN. Between two measured M, that
-    is where straight lines through both backends' times, on logarithmic scales, cross. Fewer
-    tokens than were measured go to the first accepted backend.
+    A tier ends where another backend is faster by more than MARGIN: between two measured M where
+    the times of both backends, interpolated on logarithmic scales, cross. The first accepted
+    backend runs fewer tokens than were measured.
     """
     tiers: list[tuple[int, str]] = []
     before: tuple[int, Mapping[str, float]] | None = None
@@ -155,10 +153,11 @@ def layer_config(
     dtype: str,
     num_tokens: int,
 ) -> dict[str, Any] | None:
-    """Fields of the fastest LayerConfig measured nearest to M on a logarithmic scale, or None.
+    """Fields of the fastest LayerConfig at the measured M that is nearest on a logarithmic scale,
+    or None.
 
-    M = 1 runs without a sorting kernel, so that its config is that measured at 1, which no other M
-    takes. Configs measured at four times M or more, or at a quarter or less, are not taken.
+    M = 1 runs without a sorting kernel, so it takes only a config that was measured at 1, and no
+    other M takes that. Configs measured at 4 M or more, or at M / 4 or less, are not taken.
     """
     key = (num_experts, hidden_size, intermediate_size, top_k, scheme, dtype)
     rows = _entries(gpu_name).get(key, {}).get("triton", [])

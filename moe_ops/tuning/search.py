@@ -101,7 +101,7 @@ class Bench:
 
     @torch.no_grad()
     def time_us(self, config: LayerConfig | None, warm_up_seconds: float = 0.005) -> float:
-        """Median microseconds a layer; infinite if the config cannot run."""
+        """Median microseconds per layer; infinite if the config cannot run."""
 
         def layer() -> None:
             for x, weights, ids in self.inputs:

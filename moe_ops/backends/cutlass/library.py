@@ -264,9 +264,9 @@ def stream_of(device: int) -> int:
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-# (average rows an expert up to which it is taken, tile) of the int4 kernels: weight rows x tokens.
-# Most experts have no more rows than the tile, for a second one would read their weights again
-# (docs/kernels/cutlass.md).
+# (average rows per expert up to which it is taken, tile) of the int4 kernels: weight rows x
+# tokens. Most experts have no more rows than the tile, for a second one would read their weights
+# again (docs/kernels/cutlass.md).
 INT4_TILES = (
     *((20, "256x32"), (48, "256x64"), (160, "256x128")),
     (None, "128x256"),

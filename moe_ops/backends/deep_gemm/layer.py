@@ -136,7 +136,7 @@ def experts(a: ExpertsArgs) -> None:
 def _pairs(
     a: ExpertsArgs, w13: Operand, w2: Operand, form: ScaleFormat, alignment: int, expected: int
 ) -> PairSteps:
-    """A layer, or a chunk of its tokens, with the kernels for `expected` rows an expert."""
+    """A layer, or a chunk of its tokens, with the kernels for `expected` rows per expert."""
     (M, top_k), K = a.topk_ids.shape, a.out.shape[1]
     (E, N), I = a.w13.shape[:2], intermediate_size(a)  # noqa: E741
     size = padded_rows(M, top_k, E, alignment)

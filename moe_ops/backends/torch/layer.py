@@ -54,8 +54,8 @@ ACTIVATIONS = {  # enum Activation of csrc/cpu/activation.inc
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDEST = 1024  # AMX beside AVX-512, of the instructions that the kernels may use
 COLUMNS = 32  # K and I are multiples of it
-# bf16 weights: rows an expert up to which the layer is faster than a grouped product at a time, by
-# the instructions in use. With AMX a weight is read once for up to 32 rows.
+# bf16 weights: rows per expert up to which the layer is faster than a grouped product at a time,
+# by the instructions in use. With AMX a weight is read once for up to 32 rows.
 MOST_ROWS_OF_BF16 = {1024: 32, 512: 12, 128: 4, 2: 3}
 ALIGNMENT = 64
 # where in ExpertsArgs the tensors begin, the scales and biases, and the expert map after them
