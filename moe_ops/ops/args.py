@@ -69,9 +69,7 @@ class ExpertsArgs(NamedTuple):
     @property
     def num_experts(self) -> int:
         """Experts of the layer here, of which with slots not all weights are at hand."""
-        if self.options.slots and self.expert_map is not None:
-            return self.expert_map.shape[0]
-        return self.w2.shape[0]
+        return self.global_experts if self.options.slots else self.w2.shape[0]
 
     @property
     def num_blocks(self) -> int:

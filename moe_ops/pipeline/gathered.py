@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from moe_ops.kernels.configs import LayerConfig, block_bound
 from moe_ops.kernels.gemm.operands import Output
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.place.routing import (
+    NO_ROUTER_WEIGHTS,
+    RouterWeights,
     Routing,
     route_pairs,
     router_weights,
@@ -40,7 +42,6 @@ from moe_ops.ops.chunks import chunks
 num_blocks_of = lru_cache(maxsize=8192)(block_bound)
 
 AnyArgs = ExpertsArgs | BatchedExpertsArgs
-Args = TypeVar("Args", ExpertsArgs, BatchedExpertsArgs)
 # of a layer, or of a chunk of its tokens: `run_in_passes`
 Passes = Callable[[ExpertsArgs], Iterable[ExpertsArgs]]
 
@@ -54,7 +55,15 @@ class Placed(NamedTuple):
     rows: int  # of x
     rows_of_expert: int  # of one expert if x is batched, else all
     h_rows: int  # of h: one for each pair
-    valid: Valid  # rows of x that an expert here takes, and router weights that scale the input
+    on_input: RouterWeights = NO_ROUTER_WEIGHTS  # that scale the input
+    counts: Tensor | None = None  # (E,) rows of each batch
+
+    @property
+    def valid(self) -> Valid:
+        """The rows of x that an expert here takes, and the router weights that scale them."""
+        if self.counts is not None:
+            return counted("batched", self.counts)
+        return Valid("pairs", self.routing, self.on_input)
 
     def table(self, gpu: Gpu) -> list[Launch]:
         """What writes the blocks."""
@@ -71,38 +80,40 @@ class GatheredProducts(NamedTuple):
     split_k: int = 1  # programs that share a sum
 
 
-def placed(a: AnyArgs, config: LayerConfig, gpu: Gpu, unsorted: bool = False) -> Placed:
+def placed(a: AnyArgs, E: int, config: LayerConfig, gpu: Gpu, unsorted: bool = False) -> Placed:
     """The rows of a call in blocks of `config.block_m`.
 
     Args:
+        E: experts whose weights are at hand.
         unsorted: each pair has room for a block, which another kernel than the sorting one writes.
     """
     block_m = config.block_m
     if isinstance(a, BatchedExpertsArgs):
-        E, T, _ = a.out.shape
+        T = a.out.shape[1]
         rows, counts = E * T, a.expert_num_tokens
         routing = sorted_rows(a.index_workspace, E, E * cdiv(T, block_m))
         before = [group_blocks(routing, counts, rows, T, block_m, gpu)]
-        return Placed(routing, None, before, rows, T, rows, counted("batched", counts))
-    (M, top_k), E, direct = a.topk_ids.shape, a.num_experts, config.direct
-    pairs = M * top_k
-    unsorted = unsorted or direct
+        return Placed(routing, None, before, rows, T, rows, counts=counts)
+    (M, top_k), direct = a.topk_ids.shape, config.direct
+    if a.options.slots:
+        E = a.num_experts
+    pairs, unsorted = M * top_k, unsorted or direct
     blocks = pairs if unsorted else num_blocks_of(pairs, E, block_m)
     routing = route_pairs(a.index_workspace, a.topk_ids, a.expert_map, E, blocks, direct)
     sort = None if unsorted else sort_into(block_m, pairs, E, config.sort_chunk)
-    return Placed(routing, sort, [], M, M, pairs, valid_pairs(a, routing))
+    return Placed(routing, sort, [], M, M, pairs, weights_on_input(a))
 
 
-def y_of(a: AnyArgs, dtype: torch.dtype, split_k: int = 1) -> Output:
-    """What the product with w2 writes: y (split_k, S, K), or the output of batches.
+def y_of(a: AnyArgs, rows: int, K: int, dtype: torch.dtype) -> Output:
+    """What the product with w2 writes: y (rows, K), split_k of them a pair, or the output of
+    batches.
 
     y is where x was, which the product with w13 has read. A call with slots has it at the end of
     workspace2: x of a later pass is written when y has rows already.
     """
     if isinstance(a, BatchedExpertsArgs):
         return Output(*batches_of(a.out)[:4])
-    space, K = a.workspace2, a.out.shape[1]
-    size = split_k * a.topk_ids.numel() * K
+    space, size = a.workspace2, rows * K
     if a.options.slots:
         space = flat(space, torch.float32, 0).view(-1)
         space = space[(space.numel() - cdiv(size * dtype.itemsize, 4)) // 32 * 32 :]
@@ -115,9 +126,9 @@ def parts_of(a: ExpertsArgs) -> list[ExpertsArgs]:
 
 
 def run_layer(
-    a: Args,
-    parts: Sequence[Args],  # as ops/chunks cuts `a`
-    products: Callable[[Args, Shared | None], GatheredProducts],
+    a: AnyArgs,
+    parts: Sequence[AnyArgs],  # as ops/chunks cuts `a`
+    products: Callable[[Any, Shared | None], GatheredProducts],
     gpu: Gpu,
     shared_behind: int | None = None,
 ) -> None:
@@ -140,14 +151,10 @@ def run_layer(
             for part in parts:
                 launch.run(products(part, shared).first, device, gpu)
     for part in parts:
-        launch.run(_launches(part, products(part, shared), gpu), device, gpu)
-
-
-def _launches(a: AnyArgs, found: GatheredProducts, gpu: Gpu) -> list[Launch]:
-    launches = [*found.first, *found.second]
-    if isinstance(a, ExpertsArgs):
-        launches.append(summed(a, found.y.data, found.routing, gpu, found.split_k))
-    return launches
+        first, second, routing, y, split_k = products(part, shared)
+        if isinstance(part, ExpertsArgs):
+            second.append(summed(part, y.data, routing, gpu, split_k))
+        launch.run(first + second, device, gpu)
 
 
 def run_in_passes(
@@ -180,10 +187,10 @@ def run_in_passes(
         launch.run([summed(part, found.y.data, every, gpu, found.split_k)], device, gpu)
 
 
-def valid_pairs(a: ExpertsArgs, routing: Routing) -> Valid:
-    """The rows of x that a local expert takes, and the router weights that scale the input."""
+def weights_on_input(a: ExpertsArgs) -> RouterWeights:
+    """The router weights that scale the input, or none."""
     on_input = a.options.router_weight_on_input
-    return Valid("pairs", routing, router_weights(a.topk_weights if on_input else None))
+    return router_weights(a.topk_weights) if on_input else NO_ROUTER_WEIGHTS
 
 
 def amax_of(a: AnyArgs, shared: Shared, gpu: Gpu) -> Launch:
@@ -195,7 +202,8 @@ def amax_of(a: AnyArgs, shared: Shared, gpu: Gpu) -> Launch:
         return amax(batches_of(x), E * T, T, K, shared.x, valid, shared.h, gpu)
     M, K = x.shape
     routing = route_pairs(a.index_workspace, a.topk_ids, a.expert_map, a.num_experts, 0, False)
-    return amax(rows_of(x), M, M, K, shared.x, valid_pairs(a, routing), shared.h, gpu)
+    valid = Valid("pairs", routing, weights_on_input(a))
+    return amax(rows_of(x), M, M, K, shared.x, valid, shared.h, gpu)
 
 
 def summed(a: ExpertsArgs, y: Tensor, routing: Routing, gpu: Gpu, split_k: int = 1) -> Launch:

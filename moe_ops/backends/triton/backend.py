@@ -295,9 +295,10 @@ def _launch(kind: str) -> Callable:
     plain, mixed = _PLAIN[kind], _MIXED[kind]
     two = _TWO.get(kind, mixed)
 
-    def launch(args: Any, *passes: Any) -> None:
+    def launch(args: Any, passes: Any = None) -> None:
         scheme = args.scheme
-        (mixed if scheme in _MIXED_SCHEMES else plain if scheme in SCHEMES else two)(args, *passes)
+        run = mixed if scheme in _MIXED_SCHEMES else plain if scheme in SCHEMES else two
+        run(args) if passes is None else run(args, passes)
 
     return launch
 

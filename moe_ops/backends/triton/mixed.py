@@ -4,21 +4,10 @@ at first launch only.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-from types import ModuleType
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from moe_ops.backends.triton.products import (
-    mma_products,
-    packed_launches,
-    sm90_packed,
-    sm90_wgmma,
-    wgmma_products,
-)
+from moe_ops.backends.triton.products import MixedLayer, sm90_mma, sm90_packed, sm90_wgmma
 from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels import launch
@@ -26,7 +15,6 @@ from moe_ops.kernels.activation import activated
 from moe_ops.kernels.configs import (
     GEMV,
     SM90_MMA,
-    SM90_PACKED,
     SM90_WGMMA,
     LayerConfig,
 )
@@ -47,55 +35,11 @@ from moe_ops.pipeline.gathered import (
     GatheredProducts,
     Passes,
     num_blocks_of,
-    parts_of,
     run_in_passes,
     run_layer,
 )
 
 MAX_EXPERTS = 1024  # fewer of whose rows kernels/place/place.py counts in workspace2
-
-
-@cache
-def sm90_mma() -> ModuleType:
-    """Its kernels, which not every Triton can import."""
-    return import_module("moe_ops.kernels.mixed_gemm.sm90_mma")
-
-
-class MixedLayer(NamedTuple):
-    """A layer of two narrow weights, and how it runs."""
-
-    w13: MixedOperand
-    w2: MixedOperand
-    rounding: Rounding | None  # of activations
-    config: LayerConfig
-    split_k: int = 1
-
-    def products(self, a: AnyArgs, gpu: Gpu, shared: Shared | None = None) -> GatheredProducts:
-        """Those of the layer, or of a part of it."""
-        w13, w2, rounding, config, split_k = self
-        how = (w13, w2, activated(a.options.activation), rounding, config, gpu)
-        if config.kernel == SM90_WGMMA:
-            assert isinstance(a, ExpertsArgs)
-            return wgmma_products(a, *how, split_k)
-        return mma_products(a, *how, shared)
-
-    def launch(self, a: ExpertsArgs, gpu: Gpu) -> None:
-        """Launch the layer."""
-        w13, w2, rounding, config, _ = self
-        device, how = a.hidden_states.get_device(), (w13, w2, activated(a.options.activation))
-        if config.kernel == GEMV:
-            return launch.run(gemv.launches(a, *how, config, gpu), device, gpu)
-        if config.kernel == SM90_MMA:
-            return launch.run(sm90_mma().launches(a, *how, config, gpu), device, gpu)
-        parts, behind = parts_of(a), None
-        if config.kernel == SM90_PACKED:
-            for part in parts:
-                launch.run(packed_launches(part, *how, gpu), device, gpu)
-            return
-        if rounding is not None and rounding.SCALE == "nv":
-            rows, (pairs, K) = parts[0].hidden_states.shape[0], (parts[0].topk_ids.numel(), w2.N)
-            behind = max(pairs * K, x_elements(rows, K, rounding))
-        run_layer(a, parts, lambda part, shared: self.products(part, gpu, shared), gpu, behind)
 
 
 def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
@@ -107,10 +51,10 @@ def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
     w13, w2 = _weights(a, gpu)
     sizes = LayerSizes(M * top_k, a.num_experts, w2.N, w2.K, gpu, top_k, a.global_experts)
     if passes is None:
-        return _layer(a, w13, w2, sizes).launch(a, gpu)
+        return _layer(a, w13, w2, sizes).launch(a)
 
     def products(part: ExpertsArgs) -> GatheredProducts:
-        return _layer(part, *_weights(part, gpu), sizes, whole=False).products(part, gpu)
+        return _layer(part, *_weights(part, gpu), sizes, whole=False).products(part)
 
     run_in_passes(a, passes, products, gpu)
 
@@ -123,7 +67,8 @@ def _layer(
     whole: bool = True,  # kernels of whole layers may run, and those of rows without padding
 ) -> MixedLayer:
     """How a call runs, or a part of it."""
-    rounding, one_token = rounding_of(a.scheme), whole and layer.pairs == layer.top_k
+    activation, rounding = activated(a.options.activation), rounding_of(a.scheme)
+    one_token = whole and layer.pairs == layer.top_k
     dtype = a.hidden_states.dtype if rounding is None else rounding.dtype
     if a.options.batch_invariant and runs_wgmma(a, w13, w2, dtype, rounding):
         one = configs.in_segments(w13, w2, layer.top_k) if rounding is None else None
@@ -137,7 +82,7 @@ def _layer(
     else:
         config = _config(a, layer, w13, w2, dtype, rounding, whole)
     if config.kernel != SM90_WGMMA:
-        return MixedLayer(w13, w2, rounding, config)
+        return MixedLayer(w13, w2, activation, rounding, config, layer.gpu)
     split_k = configs.split_k_of(w2, config.gemm2, config.split_k, layer.pairs)
     if w2.wgmma_format.x_bits == 8:
         blocks = min(layer.rows, layer.experts)
@@ -147,7 +92,7 @@ def _layer(
             w13, w2 = w13.in_16_bits(), w2.in_16_bits()
     elif configs.scales_sums(config) and not a.options.batch_invariant:
         w13, w2 = w13.scaling_sums(), w2.scaling_sums()
-    return MixedLayer(w13, w2, rounding, config, split_k)
+    return MixedLayer(w13, w2, activation, rounding, config, layer.gpu, split_k)
 
 
 def runs_wgmma(
@@ -231,12 +176,13 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     dtype = x.dtype if rounding is None else rounding.dtype
     of_rows = choose.for_any_batch if a.options.batch_invariant else choose.choose
     config = of_rows(LayerSizes(E * T, E, K, w2.K, gpu), w2.format.bits, dtype, False)
-    parts, behind = batched_chunks(a), None
+    parts, behind, activation = batched_chunks(a), None, activated(a.options.activation)
     if rounding is not None and rounding.SCALE == "nv":
         behind = x_elements(parts[0].w2.shape[0] * T, K, rounding)
 
     def products(part: BatchedExpertsArgs, shared: Shared | None) -> GatheredProducts:
-        return MixedLayer(*_weights(part, gpu), rounding, config).products(part, gpu, shared)
+        layer = MixedLayer(*_weights(part, gpu), activation, rounding, config, gpu)
+        return layer.products(part, shared)
 
     run_layer(a, parts, products, gpu, behind)
 

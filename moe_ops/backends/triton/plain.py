@@ -46,14 +46,14 @@ def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
         return
     gpu = launch.gpu(device)
     w13, w2 = _weights(a, gpu)
-    _, K, I = w2.data.shape  # noqa: E741
+    (E, K, I), routed = w2.data.shape, a.global_experts  # noqa: E741
     activation, scaling = activated(a.options.activation), scaling_of(a.scheme, gpu.native)
     dtype, pairs, scales = a.dtype, M * top_k, (scaling.W_SCALE, scaling.X_SCALE)
-    layer = LayerSizes(pairs, a.num_experts, K, I, gpu, top_k, a.global_experts)
+    layer = LayerSizes(pairs, routed if a.options.slots else E, K, I, gpu, top_k, routed)
     if a.options.batch_invariant and not same_bits_in_all_tiles(dtype, device):
         config = for_any_batch(layer, dtype.itemsize, False, *scales, activation.GATED)
     else:
-        tma = pairs >= LARGE_ROWS * a.global_experts
+        tma = pairs >= LARGE_ROWS * routed
         tma = tma and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
         # gemv.py has whole layers, and sums in another order
         one_token = M == 1 and passes is None and not a.options.batch_invariant
@@ -84,11 +84,12 @@ def _products(
     shared: Shared | None = None,  # the one scale of x and of h of a call in parts
 ) -> GatheredProducts:
     """The launches of both products for a layer or a part of it."""
-    p, (w13, w2) = placed(a, config, gpu), weights
-    K, I, x_scale, dtype = a.out.shape[-1], w2.data.shape[2], scaling.X_SCALE, a.dtype  # noqa: E741
+    w13, w2 = weights
+    (E, K, I), x_scale, dtype = w2.data.shape, scaling.X_SCALE, a.dtype  # noqa: E741
+    p = placed(a, E, config, gpu)
     x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, gpu.native)
     first = scaling if x.scale is None else scaling._replace(X_SCALE=of_arrived(x_scale))
-    on_input, codes = p.valid.topk_weights, w13.data.dtype
+    on_input = p.on_input
     h, h_scale = hidden(
         a.workspace13, p.h_rows, I, dtype, x_scale, config, a.a2_scale, w2.data.dtype
     )
@@ -98,16 +99,16 @@ def _products(
             x = x._replace(scale=shared.x, partials=NUM_PARTIALS)
         before = p.table(gpu)
     elif x_scale:
-        pairs = isinstance(a, ExpertsArgs)
         more, x, on_input = quantize_x(
             x, p.rows, p.rows_of_expert, K, x_scale, config, a.workspace2, a.a13_scale, p.valid,
-            h.scale, p.h_rows // p.rows, codes, scaling.POWERS, gpu, p.sort, gathered=pairs,
+            h.scale, p.h_rows // p.rows, w13.data.dtype, scaling.POWERS, gpu, p.sort,
+            gathered=isinstance(a, ExpertsArgs),
         )  # fmt: skip
         before = [*p.before, *more]
     else:
         before = p.table(gpu)
     # rounded, under `batch_invariant`, as `cutlass` rounds it
-    y = y_of(a, dtype if a.options.batch_invariant else torch.float32)
+    y = y_of(a, p.h_rows, K, dtype if a.options.batch_invariant else torch.float32)
     b13, b2, routing, block_m = bias_of(a.w13_bias), bias_of(a.w2_bias), p.routing, config.block_m
     if config.kernel == SM90_TMA:
         gemm1 = sm90_tma.gemm1(h, x, w13, b13, routing, on_input, activation, first, config, gpu)
@@ -122,9 +123,10 @@ def _products(
 
 
 def _weights(a: AnyArgs, gpu: Gpu) -> tuple[Weight, Weight]:
+    scheme, dtype = a.scheme, a.dtype
     return (
-        weight_of("w13", a.w13, a.w13_scale, a.scheme, a.dtype, gpu),
-        weight_of("w2", a.w2, a.w2_scale, a.scheme, a.dtype, gpu),
+        weight_of("w13", a.w13, a.w13_scale, scheme, dtype, gpu),
+        weight_of("w2", a.w2, a.w2_scale, scheme, dtype, gpu),
     )
 
 

@@ -1,19 +1,22 @@
-"""The launches of both products for a layer, or a part of it, whose weights are narrower than its
-activations, by each family of kernels. Imported at first launch only.
+"""Layers whose weights are narrower than their activations: the launches of both products by each
+family of kernels. Imported at first launch only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
+from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated
-from moe_ops.kernels.configs import LayerConfig
+from moe_ops.kernels.configs import GEMV, SM90_MMA, SM90_PACKED, SM90_WGMMA, LayerConfig
 from moe_ops.kernels.launch import Gpu, Launch
-from moe_ops.kernels.mixed_gemm import configs, packed, sm80_mma
+from moe_ops.kernels.mixed_gemm import configs, gemv, packed, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand
 from moe_ops.kernels.place.layout import index_parts
 from moe_ops.kernels.place.place import place
@@ -22,7 +25,7 @@ from moe_ops.kernels.place.sort import group_blocks
 from moe_ops.kernels.rows.combine import combine_rows
 from moe_ops.kernels.rows.emulated import Hidden, decode_x, round_h, round_x
 from moe_ops.kernels.rows.operand import Operand
-from moe_ops.kernels.rows.rounding import Rounding
+from moe_ops.kernels.rows.rounding import Rounding, x_elements
 from moe_ops.kernels.rows.scales import (
     Input,
     Shared,
@@ -31,7 +34,15 @@ from moe_ops.kernels.rows.scales import (
 )
 from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.ops.args import ExpertsArgs
-from moe_ops.pipeline.gathered import AnyArgs, GatheredProducts, num_blocks_of, placed, y_of
+from moe_ops.pipeline.gathered import (
+    AnyArgs,
+    GatheredProducts,
+    num_blocks_of,
+    parts_of,
+    placed,
+    run_layer,
+    y_of,
+)
 
 E4M3 = torch.float8_e4m3fn
 
@@ -43,123 +54,149 @@ def sm90_wgmma() -> ModuleType:
 
 
 @cache
+def sm90_mma() -> ModuleType:
+    """Likewise."""
+    return import_module("moe_ops.kernels.mixed_gemm.sm90_mma")
+
+
+@cache
 def sm90_packed() -> ModuleType:
     """Likewise."""
     return import_module("moe_ops.kernels.mixed_gemm.sm90_packed")
 
 
-def mma_products(
-    a: AnyArgs,
-    w13: MixedOperand,
-    w2: MixedOperand,
-    activation: Activated,
-    rounding: Rounding | None,
-    config: LayerConfig,
-    gpu: Gpu,
-    shared: Shared | None = None,  # the one scale of x and of h of a call in parts
-) -> GatheredProducts:
-    """Those of weights that are narrower than activations, by mixed_gemm/sm80_mma.py."""
-    p = placed(a, config, gpu)
-    x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
-    before, h = p.table(gpu), unrounded(a, x.data.dtype, p.h_rows, w2.K)
-    on_input = p.valid.topk_weights
-    if rounding is not None:
-        h = round_h(rounding, p.h_rows, w2.K, a.workspace13, a.a2_scale, gpu, shared)
-        sizes = (p.rows, p.rows_of_expert, a.out.shape[-1], a.workspace2)
-        if x.scale is None:  # router weights scale x before it is rounded
-            known, on_input = (a.a13_scale, p.valid), NO_ROUTER_WEIGHTS
-            more, x = round_x(rounding, x, *sizes, *known, h.amax, gpu, shared)
+class MixedLayer(NamedTuple):
+    """A layer of two weights that are narrower than its activations, and how it runs."""
+
+    w13: MixedOperand
+    w2: MixedOperand
+    activated: Activated
+    rounding: Rounding | None  # of activations
+    config: LayerConfig
+    gpu: Gpu
+    split_k: int = 1  # of sm90_wgmma.py
+
+    def launch(self, a: ExpertsArgs) -> None:
+        """Launch the layer."""
+        w13, w2, activation, rounding, config, gpu, _ = self
+        device, parts, behind = a.hidden_states.get_device(), parts_of(a), None
+        if config.kernel == GEMV:
+            return launch.run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
+        if config.kernel == SM90_MMA:
+            launches = sm90_mma().launches(a, w13, w2, activation, config, gpu)
+            return launch.run(launches, device, gpu)
+        if config.kernel == SM90_PACKED:
+            for part in parts:
+                launch.run(self.packed(part), device, gpu)
+            return
+        if rounding is not None and rounding.SCALE == "nv":
+            (rows, top_k), K = parts[0].topk_ids.shape, w2.N
+            behind = max(rows * top_k * K, x_elements(rows, K, rounding))
+        run_layer(a, parts, self.products, gpu, behind)
+
+    @property
+    def products(self) -> Callable[..., GatheredProducts]:
+        """The launches of both products for the layer or a part of it, and for the one scale of x
+        and of h of a call in parts, if there is one.
+        """
+        return self.wgmma if self.config.kernel == SM90_WGMMA else self.mma
+
+    def mma(self, a: AnyArgs, shared: Shared | None = None) -> GatheredProducts:
+        """Products by mixed_gemm/sm80_mma.py."""
+        w13, w2, activation, rounding, config, gpu, _ = self
+        p = placed(a, w2.E, config, gpu)
+        x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
+        before, on_input = p.table(gpu), p.on_input
+        if rounding is None:
+            h = unrounded(a, x.data.dtype, p.h_rows, w2.K)
         else:
-            whole, zero = a.hidden_states_global_scale, h.amax if shared is None else None
-            more, x = decode_x(rounding, x, whole, *sizes, zero, gpu)
-        before = [*before, *more]
-    y, how = y_of(a, torch.float32), (config.block_m, gpu)
-    gemm1 = sm80_mma.gemm1(
-        *(h.written, h.amax, x, w13, p.routing, on_input, activation, config.gemm1, *how)
-    )
-    gemm2 = sm80_mma.gemm2(y, h.read, w2, p.routing, config.gemm2, *how)
-    return GatheredProducts([*before, gemm1], [*h.launches, gemm2], p.routing, y)
+            h = round_h(rounding, p.h_rows, w2.K, a.workspace13, a.a2_scale, gpu, shared)
+            sizes = (p.rows, p.rows_of_expert, w2.N, a.workspace2)
+            if x.scale is None:  # router weights scale x before it is rounded
+                known, on_input = (a.a13_scale, p.valid), NO_ROUTER_WEIGHTS
+                more, x = round_x(rounding, x, *sizes, *known, h.amax, gpu, shared)
+            else:
+                whole, zero = a.hidden_states_global_scale, h.amax if shared is None else None
+                more, x = decode_x(rounding, x, whole, *sizes, zero, gpu)
+            before = [*before, *more]
+        y, how = y_of(a, p.h_rows, w2.N, torch.float32), (config.block_m, gpu)
+        gemm1 = sm80_mma.gemm1(
+            *(h.written, h.amax, x, w13, p.routing, on_input, activation, config.gemm1, *how)
+        )
+        gemm2 = sm80_mma.gemm2(y, h.read, w2, p.routing, config.gemm2, *how)
+        return GatheredProducts([*before, gemm1], [*h.launches, gemm2], p.routing, y)
 
-
-def wgmma_products(
-    a: ExpertsArgs,
-    w13: MixedOperand,
-    w2: MixedOperand,
-    activation: Activated,
-    rounding: Rounding | None,
-    config: LayerConfig,
-    gpu: Gpu,
-    split_k: int,
-) -> GatheredProducts:
-    """Those of weights of 4 and 8 bits, by mixed_gemm/sm90_wgmma.py."""
-    pairs, E, K, block_m = a.topk_ids.numel(), a.num_experts, w2.N, config.block_m
-    p = placed(a, config, gpu, unsorted=configs.max_unsorted_pairs(pairs, E) > 0)
-    x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
-    on_input = before = p.valid.topk_weights
-    dtype, x_scale, I = x.data.dtype, None, w2.padded_k  # noqa: E741
-    kernels = sm90_wgmma()
-    if rounding is None:
-        h = unrounded(a, dtype, pairs, I)
-    else:
-        dtype, start = rounding.dtype, configs.permuted_elements(pairs, K)
-        x_scale = flat(a.workspace2, torch.float32, start + pairs)[start:]
-        if w2.wgmma_format.x_bits == 8:
-            dtype, h = E4M3, kernels.round_h(rounding, pairs, w2, a.workspace13, gpu)
+    def wgmma(self, a: ExpertsArgs, _: Shared | None = None) -> GatheredProducts:
+        """Products of weights of 4 and 8 bits by mixed_gemm/sm90_wgmma.py."""
+        w13, w2, activation, rounding, config, gpu, split_k = self
+        pairs, K, block_m = a.topk_ids.numel(), w2.N, config.block_m
+        E = a.num_experts if a.options.slots else w2.E
+        p = placed(a, E, config, gpu, unsorted=configs.max_unsorted_pairs(pairs, E) > 0)
+        x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
+        on_input = before = p.on_input
+        dtype, x_scale, I = x.data.dtype, None, w2.padded_k  # noqa: E741
+        kernels = sm90_wgmma()
+        if rounding is None:
+            h = unrounded(a, dtype, pairs, I)
         else:
-            h = round_h(rounding, pairs, I, a.workspace13, None, gpu)
-        if x.scale is None:  # router weights scale x before it is rounded
-            on_input = NO_ROUTER_WEIGHTS
-    # 16 bits a column, or two numbers of 8
-    permuted = flat(a.workspace2, dtype, pairs * configs.padded(K) * 2 // dtype.itemsize)
-    # Rounded where a program has all of a sum: half the bytes to write and read. On an H100 layers
-    # of Qwen3 in int4 took 1 % less at M = 64, 5 % at 1024, of Mixtral 1 % at 64, at 256 the same.
-    rounds = split_k == 1 and (a.options.batch_invariant or a.out.dtype == torch.bfloat16)
-    rounds = rounds and a.dtype == torch.bfloat16  # fp16 holds no sum above 65504
-    y = y_of(a, torch.bfloat16 if rounds else torch.float32, split_k)
-    of_pairs = kernels.pair_routing(p.routing, pairs)
-    # For few pairs `permute_tokens` writes before gdc_wait, so that no launch before it may use
-    # workspace2. For at most `max_unsorted_pairs` the GEMMs read ids before gdc_wait, so that no
-    # launch of this layer may write ids.
-    first = [
-        *p.table(gpu),
-        kernels.permute_tokens(
-            *(permuted, x, w13, of_pairs, before, rounding, x_scale, block_m), gpu
-        ),
-        kernels.gemm1(
-            *(h.written, permuted, w13, w2, of_pairs, on_input, activation),
-            *(config.gemm1, block_m, gpu, x_scale),
-        ),
-    ]
-    gemm2 = kernels.gemm2(
-        *(y.data, h.read.data, w2, of_pairs, config.gemm2, block_m, split_k, gpu, h.read.scale)
-    )
-    return GatheredProducts(first, [*h.launches, gemm2], p.routing, y, split_k)
+            dtype, start = rounding.dtype, configs.permuted_elements(pairs, K)
+            x_scale = flat(a.workspace2, torch.float32, start + pairs)[start:]
+            if w2.wgmma_format.x_bits == 8:
+                dtype, h = E4M3, kernels.round_h(rounding, pairs, w2, a.workspace13, gpu)
+            else:
+                h = round_h(rounding, pairs, I, a.workspace13, None, gpu)
+            if x.scale is None:  # router weights scale x before it is rounded
+                on_input = NO_ROUTER_WEIGHTS
+        # 16 bits a column, or two numbers of 8
+        permuted = flat(a.workspace2, dtype, pairs * configs.padded(K) * 2 // dtype.itemsize)
+        # Rounded where a program has all of a sum: half the bytes to write and read. On an H100
+        # layers of Qwen3 in int4 took 1 % less at M = 64, 5 % at 1024, of Mixtral 1 % at 64, at
+        # 256 the same.
+        rounds = split_k == 1 and (a.options.batch_invariant or a.out.dtype == torch.bfloat16)
+        rounds = rounds and a.dtype == torch.bfloat16  # fp16 holds no sum above 65504
+        y = y_of(a, split_k * pairs, K, torch.bfloat16 if rounds else torch.float32)
+        of_pairs = kernels.pair_routing(p.routing, pairs)
+        # For few pairs `permute_tokens` writes before gdc_wait, so that no launch before it may
+        # use workspace2. For at most `max_unsorted_pairs` the GEMMs read ids before gdc_wait, so
+        # that no launch of this layer may write ids.
+        first = [
+            *p.table(gpu),
+            kernels.permute_tokens(
+                *(permuted, x, w13, of_pairs, before, rounding, x_scale, block_m), gpu
+            ),
+            kernels.gemm1(
+                *(h.written, permuted, w13, w2, of_pairs, on_input, activation),
+                *(config.gemm1, block_m, gpu, x_scale),
+            ),
+        ]
+        gemm2 = kernels.gemm2(
+            *(y.data, h.read.data, w2, of_pairs, config.gemm2, block_m, split_k, gpu, h.read.scale)
+        )
+        return GatheredProducts(first, [*h.launches, gemm2], p.routing, y, split_k)
 
-
-def packed_launches(
-    a: ExpertsArgs, w13: MixedOperand, w2: MixedOperand, activation: Activated, gpu: Gpu
-) -> list[Launch]:
-    """A layer of experts, or a chunk of its tokens, by mixed_gemm/sm90_packed.py, whose products
-    read rows that are sorted without padding.
-    """
-    ids, x = a.topk_ids, a.hidden_states
-    (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
-    S, multiply = M * top_k, sm90_packed().multiply
-    # workspace2 holds the counts of experts, then rows of x, then y
-    counts = flat(a.workspace2, torch.int32, S * K)
-    rows = flat(a.workspace2, x.dtype, S * K)[: S * K].view(S, K)
-    h = flat(a.workspace13, x.dtype, S * I)[: S * I].view(S, I)
-    launches, layout = place(ids, a.expert_map, a.index_workspace, E, S, 1, gpu, counts)
-    blocks = num_blocks_of(S, E + 1, packed.BLOCK_M)  # rows of no expert are one more
-    routing = sorted_rows(a.index_workspace[index_parts(S, E).counts :], E, blocks)
-    return [
-        *launches,
-        group_blocks(routing, layout.groups, S, 0, packed.BLOCK_M, gpu),
-        scatter(x, Operand(rows), layout, top_k, gpu),
-        multiply(h, rows, w13, routing, False, activation=activation),
-        multiply(rows, h, w2, routing, False),
-        combine_rows(a.out, rows, a.topk_weights, layout, top_k),
-    ]
+    def packed(self, a: ExpertsArgs) -> list[Launch]:
+        """All launches by mixed_gemm/sm90_packed.py, whose products read rows that are sorted
+        without padding.
+        """
+        w13, w2, activation, _, _, gpu, _ = self
+        ids, x = a.topk_ids, a.hidden_states
+        (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
+        S, multiply = M * top_k, sm90_packed().multiply
+        # workspace2 holds the counts of experts, then rows of x, then y
+        counts = flat(a.workspace2, torch.int32, S * K)
+        rows = flat(a.workspace2, x.dtype, S * K)[: S * K].view(S, K)
+        h = flat(a.workspace13, x.dtype, S * I)[: S * I].view(S, I)
+        launches, layout = place(ids, a.expert_map, a.index_workspace, E, S, 1, gpu, counts)
+        blocks = num_blocks_of(S, E + 1, packed.BLOCK_M)  # rows of no expert are one more
+        routing = sorted_rows(a.index_workspace[index_parts(S, E).counts :], E, blocks)
+        return [
+            *launches,
+            group_blocks(routing, layout.groups, S, 0, packed.BLOCK_M, gpu),
+            scatter(x, Operand(rows), layout, top_k, gpu),
+            multiply(h, rows, w13, routing, False, activation=activation),
+            multiply(rows, h, w2, routing, False),
+            combine_rows(a.out, rows, a.topk_weights, layout, top_k),
+        ]
 
 
 def unrounded(a: AnyArgs, dtype: torch.dtype, rows: int, I: int) -> Hidden:  # noqa: E741

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton import mixed
-from moe_ops.backends.triton.mixed import MixedLayer
-from moe_ops.backends.triton.products import sm90_wgmma, unrounded
+from moe_ops.backends.triton.products import MixedLayer, sm90_wgmma, unrounded
 from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import ROWS_OF_ANY_BATCH, LayerSizes
 from moe_ops.kernels import launch
@@ -50,7 +49,7 @@ def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
     if passes is not None:
         return run_in_passes(a, passes, lambda part: _products(part, config, gpu, pairs), gpu)
     if isinstance(w13, MixedOperand) and isinstance(w2, MixedOperand):
-        return _narrow(w13, w2, config, pairs).launch(a, gpu)
+        return _narrow(a, w13, w2, config, gpu, pairs).launch(a)
     run_layer(a, parts_of(a), lambda part, _: _composed(part, w13, w2, config, gpu), gpu)
 
 
@@ -72,7 +71,7 @@ def _products(a: AnyArgs, config: LayerConfig, gpu: Gpu, pairs: int) -> Gathered
     """The launches of both products for a layer of so many pairs, or a part of it."""
     w13, w2 = _weights(a, gpu)
     if isinstance(w13, MixedOperand) and isinstance(w2, MixedOperand):
-        return _narrow(w13, w2, config, pairs).products(a, gpu)
+        return _narrow(a, w13, w2, config, gpu, pairs).products(a)
     return _composed(a, w13, w2, config, gpu)
 
 
@@ -87,13 +86,14 @@ def _composed(
     the table of blocks and h, whose rows are sorted by expert. Kernels of plain weights read that
     table, so that a kernel sorts few pairs, too.
     """
-    p = placed(a, config, gpu)
+    E, K = a.w2.shape[0], a.out.shape[-1]
+    p = placed(a, E, config, gpu)
     routing, rows, block_m, split_k = p.routing, p.h_rows, config.block_m, 1
     x, scaling = input_of(a.hidden_states, None, "", False), scaling_of("", gpu.native)
     h = unrounded(a, x.data.dtype, rows, _columns(w2)).read
     wgmma = sm90_wgmma() if config.kernel == SM90_WGMMA else None
     of_pairs = None if wgmma is None else wgmma.pair_routing(routing, rows)
-    activation, on_input = activated(a.options.activation), p.valid.topk_weights
+    activation, on_input = activated(a.options.activation), p.on_input
     how = (config.gemm1, block_m, gpu)
     first = p.table(gpu)
     if isinstance(w13, Weight):
@@ -102,7 +102,7 @@ def _composed(
     elif wgmma is None:
         first = [*first, sm80_mma.gemm1(h.data, None, x, w13, routing, on_input, activation, *how)]
     else:
-        permuted = flat(a.workspace2, x.data.dtype, rows * configs.padded(a.out.shape[-1]))
+        permuted = flat(a.workspace2, x.data.dtype, rows * configs.padded(K))
         permute = (permuted, x, w13, of_pairs, NO_ROUTER_WEIGHTS, None, None)
         first = [
             *first,
@@ -113,7 +113,7 @@ def _composed(
         ]
     if wgmma is not None and isinstance(w2, MixedOperand):
         split_k = configs.split_k_of(w2, config.gemm2, config.split_k, rows)
-    y, two = y_of(a, torch.float32, split_k), (config.gemm2, block_m)
+    y, two = y_of(a, split_k * rows, K, torch.float32), (config.gemm2, block_m)
     if isinstance(w2, Weight):
         second = [plain_mma.gemm2(y, h, w2, bias_of(a.w2_bias), routing, scaling, *two, gpu)]
     elif wgmma is None:
@@ -127,11 +127,13 @@ def _composed(
     return GatheredProducts(first, second, routing, y, split_k)
 
 
-def _narrow(w13: MixedOperand, w2: MixedOperand, config: LayerConfig, pairs: int) -> MixedLayer:
-    if config.kernel != SM90_WGMMA:
-        return MixedLayer(w13, w2, None, config)
-    split_k = configs.split_k_of(w2, config.gemm2, config.split_k, pairs)
-    return MixedLayer(w13, w2, None, config, split_k)
+def _narrow(
+    a: AnyArgs, w13: MixedOperand, w2: MixedOperand, config: LayerConfig, gpu: Gpu, pairs: int
+) -> MixedLayer:
+    split_k = 1
+    if config.kernel == SM90_WGMMA:
+        split_k = configs.split_k_of(w2, config.gemm2, config.split_k, pairs)
+    return MixedLayer(w13, w2, activated(a.options.activation), None, config, gpu, split_k)
 
 
 def _config(

@@ -27,6 +27,7 @@ if WHY_NO_GLUON is not None:
     pytest.skip(WHY_NO_GLUON, allow_module_level=True)
 
 from moe_ops.backends.triton import mixed
+from moe_ops.backends.triton.products import MixedLayer
 from moe_ops.kernels.mixed_gemm import sm90_wgmma
 
 SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -209,10 +210,11 @@ def test_values(scheme, activation):
     ids of none, and biases."""
     sizes = {"M": 301, "E": 5, "top_k": 3, "K": 448, "I": 192, "bias": True, "expert_map": True}
     case = Case("cuda", BF16, scheme, activation, **sizes)
+    packed = MixedLayer.packed
     with (
         table.override(choose.MANY_ROWS) as seen,
         mock.patch.object(case, "args_for", lambda _: case.args),  # prepared weights do not run so
-        mock.patch.object(mixed, "packed_launches", wraps=mixed.packed_launches) as used,
+        mock.patch.object(MixedLayer, "packed", autospec=True, side_effect=packed) as used,
     ):
         case.check("triton")
     assert used.called and seen
