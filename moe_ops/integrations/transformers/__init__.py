@@ -10,7 +10,8 @@ experts. `import moe_ops` has it imported once transformers' models are::
 transformers' experts hook, checks each layer and reports what runs where. `quantize(model,
 scheme)` quantizes the experts' weights in place, and `from_pretrained(name,
 quantization_config=MoeOpsConfig(scheme))` while a checkpoint is read; `MoeOpsConfig()` reads
-checkpoints that are quantized already. Families, limits and examples: docs/transformers.md and
+checkpoints that are quantized already. `offload(model, gpu_memory=...)`, or
+`MoeOpsConfig(scheme, gpu_memory=...)`, runs experts that do not fit the GPU from host memory. Families, limits and examples: docs/transformers.md and
 docs/checkpoints.md.
 """
 
@@ -32,11 +33,17 @@ from moe_ops.integrations.transformers.attach import attach
 from moe_ops.integrations.transformers.config import MoeOpsConfig
 from moe_ops.integrations.transformers.fp8 import fp8_experts_forward
 from moe_ops.integrations.transformers.hook import NAME, AttachReport, LayerReport
+from moe_ops.integrations.transformers.offload import offload
 from moe_ops.integrations.transformers.quantize import is_experts, quantize, quantize_weights
 from moe_ops.integrations.transformers.replay import (
     RoutingRecord,
     record_routing,
     replay_routing,
+)
+from moe_ops.integrations.transformers.residency import (
+    ResidencyReport,
+    residency_report,
+    residency_stats,
 )
 from moe_ops.integrations.transformers.routers import (
     RouterReport,
@@ -52,6 +59,7 @@ __all__ = [
     "AttachReport",
     "LayerReport",
     "MoeOpsConfig",
+    "ResidencyReport",
     "RouterReport",
     "RoutersReport",
     "RoutingRecord",
@@ -59,10 +67,13 @@ __all__ = [
     "fp8_experts_forward",
     "fuse_routers",
     "is_experts",
+    "offload",
     "quantize",
     "quantize_weights",
     "record_routing",
     "replay_routing",
+    "residency_report",
+    "residency_stats",
     "unfuse_routers",
 ]
 

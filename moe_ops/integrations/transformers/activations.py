@@ -19,6 +19,7 @@ from moe_ops.experts import fused_experts, grouped_linear
 from moe_ops.integrations.transformers.families import GATES, Gate, HfModule, qualname_of
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.numerics import permute
+from moe_ops.residency.holding import held_by, resident_of
 
 FUSED = "fused_experts"
 GROUPED = "grouped_linear around the module's gate"
@@ -125,12 +126,12 @@ def run_experts(
     """The module's experts through moe_ops, (M, H) in hidden_states' dtype."""
     gated = getattr(module, "has_gate", True)
     w13_bias = w2_bias = None
-    if getattr(module, "has_bias", False):
+    if getattr(module, "has_bias", False) and held_by(module) is None:  # which has biases, too
         w13_bias = module.gate_up_proj_bias if gated else module.up_proj_bias
         w2_bias = module.down_proj_bias
     backend = backend_of(module)
     # as transformers' own grouped_mm: the weights' dtype decides, e.g. fp32 residuals beside bf16
-    plain = getattr(w13, "scheme", None) is None
+    plain = not getattr(w13, "scheme", "")
     x = hidden_states.to(w13.dtype) if plain else hidden_states
     activation = activation_of(module)
     if activation is not None and not getattr(module, "has_post_expert_norm", False):
@@ -194,13 +195,12 @@ def experts_forward(
     moe_ops_adapters: Sequence[LoRA] = (),  # of PEFT's wrappers
 ) -> Tensor:
     """Forward of every experts module in transformers' common form; see `run_experts`."""
-    w13 = module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj
+    resident = resident_of(module)
+    if resident is not None:
+        weights = resident.w13, resident.w2
+    else:
+        w13 = module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj
+        weights = rows_first(w13, module), rows_first(module.down_proj, module)
     return run_experts(
-        module,
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        rows_first(w13, module),
-        rows_first(module.down_proj, module),
-        moe_ops_adapters,
+        module, hidden_states, top_k_index, top_k_weights, *weights, moe_ops_adapters
     )

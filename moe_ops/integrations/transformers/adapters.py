@@ -36,6 +36,11 @@ def attach_wrappers(model: nn.Module, layers: Sequence[Layer], implementation: s
             continue
         layer = owners.get(id(module.get_base_layer()))
         if layer is not None and module.parameter_name in layer.weights:
+            if layer.resident is not None:
+                raise ValueError(
+                    f"{layer.name} must hold its experts itself where PEFT has adapters on them, "
+                    "got experts in host memory; adapt other parts of the model alone"
+                )
             if getattr(layer.owner, "_is_expert_parallel", False):
                 raise ValueError(
                     f"{layer.name} must hold all experts where PEFT has adapters on them, got "

@@ -60,6 +60,7 @@ class Assignment:
         own_names: `save_pretrained` wrote quantized experts, under the model's own names.
         in_order: of a GGUF file, which holds all of a model: the values of a matrix by its name,
             with their rows in the model's order.
+        plain: plain experts may stay so without a scheme.
 
     Attributes:
         layers: of each parameter of experts its layer and its name there.
@@ -78,9 +79,10 @@ class Assignment:
         scheme: str | None,
         own_names: bool,
         in_order: Callable[[str, Tensor], Tensor] | None = None,
+        plain: bool = False,
     ) -> None:
         self.model, self.checkpoint, self.scheme = model, checkpoint, scheme
-        self.own_names, self._in_order = own_names, in_order
+        self.own_names, self.plain, self._in_order = own_names, plain, in_order
         self.files = checkpoint.files
         self.layers: dict[str, tuple[Layer, str]] = {
             layer.parameter_name(name): (layer, name)
@@ -119,7 +121,8 @@ class Assignment:
                 f"{entry} must not be there, because the index has it in another file and "
                 "transformers reads both; remove the one that is out of date"
             )
-        return cls(model, checkpoint, config.scheme, ours and stored)
+        plain = config.gpu_memory is not None
+        return cls(model, checkpoint, config.scheme, ours and stored, plain=plain)
 
     def assign(self, known: list) -> list:
         """Decide what every parameter is read from, and check that it can be.
@@ -191,7 +194,7 @@ class Assignment:
             if target not in found and target not in foreign:
                 raise ValueError(self._no_tensor(target, unclaimed))
         quantized = self.stored or self.matrices or any(w.scheme for w in self.weights.values())
-        if self.scheme is None and not quantized:
+        if self.scheme is None and not quantized and not self.plain:
             raise ValueError(
                 "scheme must be given to quantize a plain checkpoint, got None; leave "
                 "quantization_config out to load it plain"

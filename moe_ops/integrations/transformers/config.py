@@ -10,6 +10,7 @@ from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moe_ops.backends import check_backend
+from moe_ops.integrations.transformers.budget import parse
 from moe_ops.schemes import QuantScheme, get_scheme
 
 METHOD = "moe_ops"
@@ -24,9 +25,15 @@ class MoeOpsConfig(QuantizationConfigMixin):
             checkpoint that is quantized already, whose weights are then used as they are (or
             another scheme with the same weights, e.g. "nvfp4_w4a16" for an NVFP4 checkpoint).
         backend: for every expert call, as in `moe_ops.fused_experts`.
+        gpu_memory: keep the experts in host memory, and load as many of them to slots on the GPU
+            as these bytes of weights allow, beside the rest of the model: a number, a text such as
+            "12GiB", or "auto", as in `moe_ops.integrations.transformers.offload`; None: experts
+            go where the rest goes. device_map may name the GPU. It is a fact of the machine, and
+            is not saved with the model.
 
     Raises:
-        ValueError: an unknown scheme or backend, or a scheme that does not quantize weights.
+        ValueError: an unknown scheme or backend, a scheme that does not quantize weights, or a
+            gpu_memory that is none.
     """
 
     of_file = False  # whether nobody gave it to from_pretrained
@@ -37,6 +44,8 @@ class MoeOpsConfig(QuantizationConfigMixin):
         scheme: str | QuantScheme | None = None,
         backend: str = "auto",
         quant_method: str = METHOD,
+        *,
+        gpu_memory: int | str | None = None,
     ):
         if quant_method != METHOD:
             raise ValueError(f"quant_method must be {METHOD!r}, got {quant_method!r}")
@@ -47,6 +56,7 @@ class MoeOpsConfig(QuantizationConfigMixin):
         self.quant_method = METHOD
         self.scheme = None if scheme is None else scheme.name
         self.backend = backend
+        self.gpu_memory = None if gpu_memory is None else parse(gpu_memory)
 
     @classmethod
     def from_dict(cls, config_dict: dict, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +70,7 @@ class MoeOpsConfig(QuantizationConfigMixin):
         return super().from_dict(config_dict, *args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        gone = ("of_file", "gguf")
+        gone = ("of_file", "gguf", "gpu_memory")
         return {name: value for name, value in super().to_dict().items() if name not in gone}
 
 

@@ -20,6 +20,7 @@ from moe_ops.experts import fused_experts, grouped_linear
 from moe_ops.integrations.transformers import activations as hf_activations
 from moe_ops.integrations.transformers.families import HfModule
 from moe_ops.numerics import permute
+from moe_ops.residency.holding import resident_of
 
 
 class Form(NamedTuple):
@@ -45,10 +46,15 @@ def _weighted_input(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -
     if top_k > 1:  # one weighted copy of the token for each of its experts
         x = (x.unsqueeze(1) * weights.unsqueeze(-1)).view(M * top_k, x.shape[1])
         ids, weights = ids.reshape(-1, 1), torch.ones_like(weights).view(-1, 1)
+    resident = resident_of(module)
+    if resident is not None:
+        w13, w2 = resident.w13, resident.w2
+    else:
+        w13, w2 = map(hf_activations.turned, (module.gate_up_proj, module.down_proj))
     y = fused_experts(
         x,
-        hf_activations.turned(module.gate_up_proj),
-        hf_activations.turned(module.down_proj),
+        w13,
+        w2,
         weights,
         ids,
         activation=_activation(module),
@@ -81,9 +87,12 @@ def _three_matrices(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -
 def _identity_experts(module: HfModule, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Ids from num_routed_experts on are identity experts without weights."""
     real = module.num_routed_experts
-    out = hf_activations.run_experts(
-        module, x, ids, weights, module.gate_up_proj[:real], module.down_proj
-    )
+    resident = resident_of(module)
+    if resident is not None:
+        w13, w2 = resident.w13, resident.w2
+    else:
+        w13, w2 = module.gate_up_proj[:real], module.down_proj
+    out = hf_activations.run_experts(module, x, ids, weights, w13, w2)
     identity = (ids >= real) & (ids < module.total_experts)
     share = torch.where(identity, weights.float(), 0).sum(1, keepdim=True)
     used = identity.any(1, keepdim=True)  # a NaN of a token without identity experts stays out

@@ -136,14 +136,16 @@ def plan_text(layer: Layer) -> str:
     assert activation is not None
     if weights[0].device.type == "meta" or weights[0].dtype == torch.float8_e4m3fn:
         return ""
-    w13, w2 = (hf_activations.rows_first(w, owner) for w in weights)
     bias = [local_part(getattr(owner, f"{name}_bias", None)) for name in layer.weights]
+    w13, w2 = [hf_activations.rows_first(w, owner) for w in weights]
+    if layer.resident is not None:
+        w13, w2, bias = layer.resident.w13, layer.resident.w2, [None, None]
     options = hf_activations.options_of(owner)
     plan = explain(
-        torch.empty(1, w13.shape[2], dtype=w13.dtype, device=w13.device),
+        torch.empty(1, w13.shape[2], dtype=w13.dtype, device=layer.device),
         w13,
         w2,
-        torch.zeros(1, layer.top_k, dtype=torch.int64, device=w13.device),
+        torch.zeros(1, layer.top_k, dtype=torch.int64, device=layer.device),
         activation=activation,
         w13_bias=bias[0],
         w2_bias=bias[1],
@@ -175,6 +177,9 @@ def layer_repr(owner: HfModule, module: HfModule) -> str:
     with suppress(Exception):  # of a backend that cannot run it where the model is now
         backend = plan_text(layer) or backend
     size = size_text(sum([w.nbytes for w in weights]))
+    if layer.resident is not None:
+        where = f"slots for {layer.resident.slots} of {weights[0].shape[0]} on {layer.device}"
+        size = f"{size} in host memory, {where}"
     return ", ".join(filter(None, (own, " and ".join(held), f"backend {backend}", size)))
 
 
@@ -198,6 +203,8 @@ def _check(layer: Layer) -> tuple[str, str]:
     weights = [layer.weight(name) for name in layer.weights]
     if any(w.device.type == "meta" for w in weights):
         return UNCHECKED, "not checked: weights are not loaded"
+    if layer.resident is not None:
+        return UNCHECKED, "not checked: weights are in host memory"
     if any(fp8.is_quantized(w) or w.element_size() == 1 for w in weights):
         reason = fp8.refusal(layer.owner, weights[0]) if hasattr(layer.owner, "block_size") else ""
         if reason:

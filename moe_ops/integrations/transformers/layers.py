@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moe_ops.integrations.transformers.activations import OPTIONS, PREFIX, turned
 from moe_ops.integrations.transformers.families import OUTSIDE, Experts, HfModule, outside_of
 from moe_ops.nn.layer import MoELayer
+from moe_ops.residency.holding import held_by
 from moe_ops.tensors import ExpertTensor, sharding
 
 
@@ -47,6 +49,30 @@ class Layer:
     def weights(self) -> tuple[str, ...]:
         """Names of the expert weights in `owner`."""
         return self.kind.weights
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """Names of the experts' biases in `owner`, one for each weight, or none."""
+        if not getattr(self.owner, "has_bias", False):
+            return ()
+        return tuple([f"{name}_bias" for name in self.weights])
+
+    def held(self) -> dict[str, nn.Parameter]:
+        """The owner's parameters that have rows for each expert, by name."""
+        return {name: getattr(self.owner, name) for name in (*self.weights, *self.biases)}
+
+    @property
+    def resident(self) -> Any:
+        """The ResidentExperts of a layer whose weights are in host memory, else None."""
+        held = held_by(self.owner)
+        return None if held is None else held.resident
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer runs."""
+        return self.weight(self.weights[0]).device if self.resident is None else (
+            torch.device(self.resident.device)
+        )
 
     def parameter_name(self, name: str) -> str:
         """The name in the model of one of `weights`."""

@@ -180,6 +180,11 @@ def _check_plain(layer: Layer, weight_name: str) -> None:
         raise ValueError(
             f"{name} must carry no adapter; quantize the model before adding adapters"
         )
+    if layer.resident is not None:
+        raise ValueError(
+            f"{name} must be quantized before it is in host memory behind slots; load the model "
+            "with MoeOpsConfig(scheme, gpu_memory=...)"
+        )
     layer.check_fsdp(weight_name)
     weight = layer.weight(weight_name)
     if fp8.is_quantized(weight) or weight.element_size() == 1:

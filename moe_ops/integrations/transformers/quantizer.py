@@ -20,8 +20,11 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
 from moe_ops.integrations.transformers import layers as layers_of
+from moe_ops.integrations.transformers import moving
+from moe_ops.integrations.transformers.budget import Budget, plan
 from moe_ops.integrations.transformers.config import METHOD, MoeOpsConfig
 from moe_ops.integrations.transformers.hook import attach_layers
+from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.integrations.transformers.sizes import element_bytes
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.ops.relayout import natural as in_natural_layout
@@ -52,6 +55,7 @@ class MoeOpsQuantizer(HfQuantizer):
         # False makes transformers ask for one tensor after the other; threads would read ahead
         self.pre_quantized = False
         self._assignment: Assignment | None = None  # while a model is loaded
+        self._device: torch.device | None = None  # of slots, where experts are in host memory
 
     def __deepcopy__(self, memo: dict) -> MoeOpsQuantizer:
         return self  # it has no state once a model is loaded
@@ -65,11 +69,23 @@ class MoeOpsQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Called with the map that was given, and with the one that transformers infers."""
+        if self.quantization_config.gpu_memory is not None:
+            devices = {*device_map.values()} if isinstance(device_map, dict) else {device_map}
+            if len(devices) > 1 or "disk" in devices or isinstance(device_map, str):
+                raise ValueError(
+                    "device_map must be one device, or None, beside gpu_memory, which says what is "
+                    f"where, got {device_map!r}; leave it out"
+                )
+            self._device = moving.target_device(*devices)
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
                 "device_map must not have 'disk', got one, or too little memory for an inferred "
                 "one: offload to 'cpu' instead, and give it more by max_memory"
             )
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Experts that will be in host memory are read there, and the rest before it moves."""
+        return device_map if self._device is None else None
 
     def _process_model_before_weight_loading(
         self,
@@ -98,7 +114,27 @@ class MoeOpsQuantizer(HfQuantizer):
         self, weight_conversions: list, model: PreTrainedModel | None = None
     ) -> list:
         """Replace the conversions of expert weights, and check the whole checkpoint's headers."""
-        return self._assigned.assign(weight_conversions)
+        conversions = self._assigned.assign(weight_conversions)
+        if self._device is not None:
+            assert model is not None
+            self._budget(model, self._device).check_host(loaded=False)
+        return conversions
+
+    def _budget(self, model: nn.Module, device: torch.device) -> Budget:
+        """That of a model which is loaded, or while it is."""
+        gpu_memory, assigned = self.quantization_config.gpu_memory, self._assignment
+        assert gpu_memory is not None
+
+        def bytes_of(layer: Layer, name: str) -> float:
+            if assigned is None:
+                return layer.weight(name).nbytes
+            target, parameter = layer.parameter_name(name), getattr(layer.owner, name)
+            return assigned.element_bytes(target, parameter) * parameter.numel()
+
+        layers = layers_of.find(model)
+        for layer in layers:
+            moving.check(layer, loaded=assigned is None)
+        return plan(model, layers, gpu_memory, device, bytes_of)
 
     # --- while loading ------------------------------------------------------------------------
 
@@ -152,6 +188,8 @@ class MoeOpsQuantizer(HfQuantizer):
         else:  # they were plain beside quantized matrices, which are plain now
             self.remove_quantization_config(model)
         attach_layers(model, {"backend": self.quantization_config.backend})
+        if self._device is not None:
+            moving.move(model, layers, self._budget(model, self._device))
         return model
 
     def get_state_dict_and_metadata(

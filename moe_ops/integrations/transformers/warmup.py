@@ -22,7 +22,7 @@ def find(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Subject]:
     modules = dict(model.named_modules())
     for name, module in modules.items():
         layer = layers_of.layer_of(name, module)
-        if layer is None or not _runs_here(layer):
+        if layer is None or not runs_here(layer):
             continue
         block_name = name if layer.kind.routes else _outside(name, modules)
         block = modules[block_name]
@@ -42,7 +42,8 @@ def _outside(name: str, modules: dict[str, nn.Module]) -> str:
             return name
 
 
-def _runs_here(layer: Layer) -> bool:
+def runs_here(layer: Layer) -> bool:
+    """Whether a layer was attached."""
     if not layer.on_hook:
         return forwards.attached(layer.module)
     return getattr(layer.module.config, "_experts_implementation", None) == NAME
@@ -74,8 +75,7 @@ def _block(layer: Layer, block: nn.Module, dtype: torch.dtype) -> Callable[[int]
     size = getattr(getattr(layer.owner, "config", None), "hidden_size", layer.columns)
 
     def run(num_tokens: int) -> object:
-        device = getattr(layer.owner, layer.weights[0]).device
-        x = random_tokens((1, num_tokens, size), dtype, device)
+        x = random_tokens((1, num_tokens, size), dtype, layer.device)
         return block._call_impl(x)  # with its hooks, and eagerly where it is compiled
 
     return run
@@ -85,9 +85,9 @@ def _experts(layer: Layer, dtype: torch.dtype) -> Callable[[int], object]:
     """Experts alone. Their router's dtype does not show: both that routers return are warmed."""
 
     def run(num_tokens: int) -> None:
-        weight = getattr(layer.owner, layer.weights[0])
-        x = random_tokens((num_tokens, layer.columns), dtype, weight.device)
-        scores = random_tokens((num_tokens, weight.shape[0]), torch.float32, weight.device)
+        num_experts = getattr(layer.owner, layer.weights[0]).shape[0]
+        x = random_tokens((num_tokens, layer.columns), dtype, layer.device)
+        scores = random_tokens((num_tokens, num_experts), torch.float32, layer.device)
         scores, ids = scores.sigmoid().topk(layer.top_k)
         for router_dtype in dict.fromkeys((dtype, torch.float32)):
             layer.module._call_impl(x, ids, scores.to(router_dtype))
