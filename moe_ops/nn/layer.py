@@ -30,7 +30,7 @@ from moe_ops.meta.buffers import KeepsBuffers
 from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.load import load_balancing_loss, tokens_per_expert
 from moe_ops.nn.lora import ExpertsLoRA
-from moe_ops.nn.modules import Experts, Gate, SharedExpert, expert_map_on_host
+from moe_ops.nn.modules import Experts, Gate, SharedExpert, check_here, expert_map_on_host
 from moe_ops.nn.spread import NO_GROUP, combine_outputs, send_tokens, spread_of
 from moe_ops.ops.memory import refuse_lost
 from moe_ops.parallel.dispatch import Dispatcher
@@ -407,6 +407,7 @@ class MoELayer(KeepsBuffers):
                 "layer must have each expert once to adapt it, got one with replicas; make it "
                 "without enable_eplb"
             )
+        check_here(self.experts, "be adapted")
         experts = self.experts.requires_grad_(False)
         w13, w2 = experts.w13, experts.down_proj
         self.lora = ExpertsLoRA(w13, w2, rank, float(scale), self.gate.weight)
@@ -436,6 +437,37 @@ class MoELayer(KeepsBuffers):
         self.experts.quantize(scheme, "experts.")
         return self
 
+    def offload(self, slots: int, device: torch.device | str | None = None) -> MoELayer:
+        """Keep the experts in pinned host memory, and run them from slots on a device, as
+        `moe_ops.ResidentExperts` does. The rest of the layer moves to that device.
+
+        The experts' parameters are those in host memory from then on, without gradients: the
+        state dict stays what it was. The layer stays on the device and in its dtype, and is not
+        copied.
+
+        Args:
+            slots: how many experts the device holds, at least top_k.
+            device: None: the current GPU, or the CPU where there is none.
+
+        Returns:
+            The layer itself.
+
+        Raises:
+            ValueError: fewer slots than top_k, a layer that holds some of the experts, shares
+                them with other processes, or has adapters; or as `moe_ops.ResidentExperts`.
+        """
+        check_size("slots", slots)
+        check_here(self.experts, "be offloaded")
+        spread = self.dispatcher is not None or self.replicas is not None
+        if spread or self.expert_map is not None or self.lora is not None:
+            raise ValueError(
+                "layer must hold all experts, without adapters, to have them in host memory, got "
+                "one with an expert_map, a process group or adapters; make a layer without"
+            )
+        if slots < self.top_k:
+            raise ValueError(f"slots must be at least top_k={self.top_k}, got {slots}")
+        return self.to(self.experts.offload(slots, device))
+
     def place_experts(self, expert_map: Tensor) -> None:
         """Hold the experts that a map of the class's form gives local ids, of which the weights
         are those already.
@@ -458,15 +490,16 @@ class MoELayer(KeepsBuffers):
         )
         lora = getattr(self, "lora", None)  # layers that were saved before have none
         sent = send_tokens(self, x, topk_ids, topk_weights)
+        w13, w2, w13_bias, w2_bias = self.experts.arguments()
         out = fused_experts(
             sent.rows,
-            self.experts.w13,
-            self.experts.down_proj,
+            w13,
+            w2,
             sent.weights,
             sent.ids,
             activation=self.activation,
-            w13_bias=self.experts.w13_bias,
-            w2_bias=self.experts.down_proj_bias,
+            w13_bias=w13_bias,
+            w2_bias=w2_bias,
             expert_map=self.expert_map,
             router_weight_on_input=self.router_weight_on_input,
             max_workspace_bytes=self.max_workspace_bytes,

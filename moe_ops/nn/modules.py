@@ -17,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from moe_ops import activations
 from moe_ops.activations import Activation
 from moe_ops.checks import check_tensor
+from moe_ops.residency import holding
 from moe_ops.routing.methods import RoutingMethod
 from moe_ops.routing.route import route
 from moe_ops.routing.tokens import route_tokens, router_linear
@@ -118,6 +119,29 @@ class Experts(nn.Module):
     def w13_bias(self) -> Tensor | None:  # (E_local, N)
         return getattr(self, f"{self.w13_name}_bias")
 
+    def arguments(self) -> tuple[Any, Any, Tensor | None, Tensor | None]:
+        """w13, w2 and their biases, as calls of `fused_experts` take them."""
+        resident = holding.resident_of(self)
+        if resident is not None:  # which has biases, too
+            return resident.w13, resident.w2, None, None
+        return self.w13, self.down_proj, self.w13_bias, self.down_proj_bias
+
+    def offload(self, slots: int, device: torch.device | str | None) -> torch.device:
+        """Keep the weights and biases in host memory, as `MoELayer.offload` says; returns the
+        device of the slots.
+        """
+        from moe_ops.residency.experts import ResidentExperts
+
+        names = {"w13": self.w13_name, "w2": "down_proj"}
+        names |= {f"{role}_bias": f"{name}_bias" for role, name in names.items()}
+        names = {role: name for role, name in names.items() if getattr(self, name) is not None}
+        given: Any = {role: getattr(self, name).detach() for role, name in names.items()}
+        resident = ResidentExperts(**given, slots=slots, device=device)
+        for role, name in names.items():
+            setattr(self, name, nn.Parameter(resident.rows[role], requires_grad=False))
+        holding.hold(self, resident, tuple(names.values()))
+        return resident.device
+
     def quantize(self, scheme: str | QuantScheme, called: str = "", only: str = "") -> None:
         """Replace the weights, or one alone, by quantized ones that require no gradient; all are
         checked before the first one changes. Errors say ``called`` before a weight's name.
@@ -125,6 +149,7 @@ class Experts(nn.Module):
         from moe_ops.tensors import quantize
         from moe_ops.tensors.checks import check_quantizable, checked_activation_scale
 
+        check_here(self, "be quantized")
         scheme, names = get_scheme(scheme), (only,) if only else (self.w13_name, "down_proj")
         for name in names:
             weight = getattr(self, name)
@@ -146,6 +171,15 @@ class Experts(nn.Module):
         return (
             f"num_experts={num_experts}, hidden_size={hidden_size}, intermediate_size={width}, "
             f"{self.w13_name} {held if first == second else f'in {first} {held}'}"
+        )
+
+
+def check_here(experts: Experts, to: str) -> None:
+    """Raise ValueError for experts in host memory, which cannot do what ``to`` says."""
+    if holding.held_by(experts) is not None:
+        raise ValueError(
+            f"experts must hold their weights themselves to {to}, got weights in host memory; "
+            "call offload last, on a layer that was not offloaded"
         )
 
 
