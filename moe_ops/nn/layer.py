@@ -35,6 +35,7 @@ from moe_ops.nn.spread import NO_GROUP, combine_outputs, send_tokens, spread_of
 from moe_ops.ops.memory import refuse_lost
 from moe_ops.parallel.dispatch import Dispatcher
 from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement
+from moe_ops.residency import holding
 from moe_ops.routing.methods import RoutingMethod, check_method
 from moe_ops.routing.route import router_probabilities
 from moe_ops.schemes import QuantScheme
@@ -466,7 +467,9 @@ class MoELayer(KeepsBuffers):
             )
         if slots < self.top_k:
             raise ValueError(f"slots must be at least top_k={self.top_k}, got {slots}")
-        return self.to(self.experts.offload(slots, device))
+        where = self.experts.offload(slots, device)
+        holding.guard(self)
+        return self.to(where)
 
     def place_experts(self, expert_map: Tensor) -> None:
         """Hold the experts that a map of the class's form gives local ids, of which the weights

@@ -15,6 +15,7 @@ from moe_ops.meta.scales import FLAT, TRANSPOSED
 from moe_ops.ops.call import Weight, take_apart
 from moe_ops.ops.resident import ResidentWeight, facts_of, name_resident
 from moe_ops.residency.bank import Bank, Layer
+from moe_ops.residency.holding import held_by
 from moe_ops.schemes import get_scheme
 
 
@@ -130,6 +131,11 @@ class ResidentExperts(nn.Module):
             return self._bank.expert_bytes
         return sum([t.nbytes for t in self.rows.values()]) // self.num_experts
 
+    @property
+    def pinned(self) -> bool:
+        """Whether a GPU reads the host's rows by address."""
+        return self._bank is not None and self._bank.host_memory.pinned
+
     def forget(self) -> None:
         """Let calls bring all experts anew: their rows were written."""
         if self._bank is not None:
@@ -200,7 +206,9 @@ def residency_stats(*modules: nn.Module) -> ResidencyStats:
     Raises:
         ValueError: there are no ResidentExperts in them.
     """
-    found = {id(m): m for one in modules for m in one.modules() if isinstance(m, ResidentExperts)}
+    inside = [held_by(m) or m for one in modules for m in one.modules()]
+    residents = [getattr(found, "resident", found) for found in inside]
+    found = {id(m): m for m in residents if isinstance(m, ResidentExperts)}
     if not found:
         raise ValueError(
             "modules must hold ResidentExperts, got "

@@ -88,8 +88,8 @@ def resident_of(module: nn.Module) -> Any:
         return None
     if "parametrizations" in module._modules:
         raise ValueError(
-            "experts in host memory must carry no adapter, got a parametrization of their weights; "
-            "adapt other parts of the model alone"
+            "experts in host memory must carry no adapter, got a parametrization of their "
+            "weights; adapt other parts of the model alone"
         )
     if torch.is_grad_enabled() and any([getattr(module, n).requires_grad for n in held.names]):
         raise ValueError(

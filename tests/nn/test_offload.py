@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from moe_ops.residency.experts import residency_stats
+import moe_ops
 from tests.nn.test_layer import LAYERS, TOP_K, E, H, make_layer
 
 X = torch.randn(1, 2, H, generator=torch.Generator().manual_seed(0))
 
 
 def stats(layer):
-    return residency_stats(layer.experts._moe_ops_held.resident)
+    return moe_ops.residency_stats(layer)
 
 
 @pytest.mark.parametrize("name", LAYERS)

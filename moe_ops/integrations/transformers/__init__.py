@@ -10,9 +10,9 @@ experts. `import moe_ops` has it imported once transformers' models are::
 transformers' experts hook, checks each layer and reports what runs where. `quantize(model,
 scheme)` quantizes the experts' weights in place, and `from_pretrained(name,
 quantization_config=MoeOpsConfig(scheme))` while a checkpoint is read; `MoeOpsConfig()` reads
-checkpoints that are quantized already. `offload(model, gpu_memory=...)`, or
-`MoeOpsConfig(scheme, gpu_memory=...)`, runs experts that do not fit the GPU from host memory. Families, limits and examples: docs/transformers.md and
-docs/checkpoints.md.
+checkpoints that are quantized already. `offload(model, gpu_memory=...)` keeps experts that do not
+fit the GPU in host memory, and `MoeOpsConfig(scheme, gpu_memory=...)` reads them there. Families,
+limits and examples: docs/transformers.md, docs/checkpoints.md and docs/residency.md.
 """
 
 from __future__ import annotations

@@ -483,7 +483,10 @@ class Assignment:
             return element_bytes(parameter)
         layer, name = self.layers[target]
         local = layer.natural_weight(name)
-        return quantized_bytes(scheme, local.shape, local.dtype) / layer.weight(name).numel()
+        dtype = local.dtype
+        if weight and weight.format is None:  # scales get that of the file's values
+            dtype = self.files.entries[weight.sources[0][0]["weight"]].dtype
+        return quantized_bytes(scheme, local.shape, dtype) / layer.weight(name).numel()
 
 
 def _sources(target: str, tensors: Tensors, count: int) -> Sources:

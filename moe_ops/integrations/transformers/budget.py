@@ -126,16 +126,15 @@ def plan(
     return Budget(demands, slots(demands, rest, gpu_memory), rest, gpu_memory, device, why)
 
 
-def _demand(
-    model: nn.Module, layer: Layer, bytes_of: Callable[[Layer, str], float]
-) -> Demand:
+def _demand(model: nn.Module, layer: Layer, bytes_of: Callable[[Layer, str], float]) -> Demand:
     num_experts = layer.natural_weight(layer.weights[0]).shape[0]
     count = sum(bytes_of(layer, name) for name in layer.weights)
     count += sum(getattr(layer.owner, name).nbytes for name in layer.biases)
-    if hasattr(layer.owner, "config"):
+    config: Any = getattr(model, "config", None)  # where a layer has none of its own
+    if hasattr(layer.owner, "config") or config is None:
         top_k = layer.top_k
     else:
-        top_k = getattr(model, "config").get_text_config(decoder=True).num_experts_per_tok
+        top_k = config.get_text_config(decoder=True).num_experts_per_tok
     top_k = min(top_k, num_experts)
     return Demand(layer.name, num_experts, top_k, -(-round(count) // num_experts))
 
@@ -217,14 +216,14 @@ def available_host_memory() -> int | None:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class AutoBudget:
     """What AUTO chose: a budget in bytes, and why."""
 
     gpu_memory: int
     why: str
 
 
-def choose(device: torch.device, config: Any) -> Chosen:
+def choose(device: torch.device, config: Any) -> AutoBudget:
     """What is free on a GPU now, without room for activations and a key-value cache.
 
     Raises:
@@ -250,7 +249,7 @@ def choose(device: torch.device, config: Any) -> Chosen:
             f'gpu_memory must be given where "auto" leaves nothing: {why}; give a number of '
             "bytes, or free memory of the GPU"
         )
-    return Chosen(found, why)
+    return AutoBudget(found, why)
 
 
 def cache_bytes(config: Any, tokens: int) -> int:

@@ -136,7 +136,8 @@ def plan_text(layer: Layer) -> str:
     assert activation is not None
     if weights[0].device.type == "meta" or weights[0].dtype == torch.float8_e4m3fn:
         return ""
-    bias = [local_part(getattr(owner, f"{name}_bias", None)) for name in layer.weights]
+    biases = [getattr(owner, f"{name}_bias", None) for name in layer.weights]
+    bias: list[Tensor | None] = [*map(local_part, biases)]
     w13, w2 = [hf_activations.rows_first(w, owner) for w in weights]
     if layer.resident is not None:
         w13, w2, bias = layer.resident.w13, layer.resident.w2, [None, None]

@@ -70,8 +70,10 @@ class Layer:
     @property
     def device(self) -> torch.device:
         """Where the layer runs."""
-        return self.weight(self.weights[0]).device if self.resident is None else (
-            torch.device(self.resident.device)
+        return (
+            self.weight(self.weights[0]).device
+            if self.resident is None
+            else (torch.device(self.resident.device))
         )
 
     def parameter_name(self, name: str) -> str:

@@ -46,8 +46,13 @@ def check(layer: Layer, loaded: bool = True) -> None:
     """
     owner, where = layer.owner, layer.name or "the layer"
     if layer.resident is not None:
-        raise ValueError(f"{where} must hold its experts itself, got one with experts in host memory")
-    fused = layer.kind.form != "three matrices" and hf_activations.path_of(owner) == hf_activations.FUSED
+        raise ValueError(
+            f"{where} must hold its experts itself, got one with experts in host memory"
+        )
+    fused = (
+        layer.kind.form != "three matrices"
+        and hf_activations.path_of(owner) == hf_activations.FUSED
+    )
     if not fused:
         raise ValueError(
             f"{where} must be one fused_experts call to have its experts in host memory, got "
@@ -74,8 +79,8 @@ def check(layer: Layer, loaded: bool = True) -> None:
             )
         if loaded and weight.element_size() == 1 and not isinstance(weight, ExpertTensor):
             raise ValueError(
-                f"{called} must be a plain or an ExpertTensor, got {weight.dtype} that "
-                "transformers loaded; load it with quantization_config=MoeOpsConfig(gpu_memory=...)"
+                f"{called} must be a plain or an ExpertTensor, got {weight.dtype} as "
+                "transformers loads it; pass quantization_config=MoeOpsConfig(gpu_memory=...)"
             )
 
 

@@ -73,8 +73,8 @@ class MoeOpsQuantizer(HfQuantizer):
             devices = {*device_map.values()} if isinstance(device_map, dict) else {device_map}
             if len(devices) > 1 or "disk" in devices or isinstance(device_map, str):
                 raise ValueError(
-                    "device_map must be one device, or None, beside gpu_memory, which says what is "
-                    f"where, got {device_map!r}; leave it out"
+                    "device_map must be one device, or None, beside gpu_memory, which says "
+                    f"what is where, got {device_map!r}; leave it out"
                 )
             self._device = moving.target_device(*devices)
         if isinstance(device_map, dict) and "disk" in device_map.values():

@@ -53,7 +53,8 @@ class ResidencyReport:
         lines = [
             f"experts in host memory: {size_text(budget.host_bytes)}, {kind}",
             f"on {budget.device}: {size_text(budget.bank_bytes)} in slots and "
-            f"{size_text(budget.rest)} for the rest of the model, of {size_text(budget.gpu_memory)}",
+            f"{size_text(budget.rest)} for the rest of the model, of "
+            f"{size_text(budget.gpu_memory)}",
         ]
         if budget.why:
             lines.append(f'gpu_memory="auto": {budget.why}')
@@ -91,8 +92,8 @@ def budget_of(model: nn.Module) -> Budget:
         if budget is not None:
             return budget
     raise ValueError(
-        f"model must have experts in host memory, got {type(model).__name__} without; load it with "
-        "MoeOpsConfig(gpu_memory=...), or call moe_ops.integrations.transformers.offload"
+        f"model must have experts in host memory, got {type(model).__name__} without; load it "
+        "with MoeOpsConfig(gpu_memory=...), or call moe_ops.integrations.transformers.offload"
     )
 
 
@@ -118,8 +119,7 @@ def residency_stats(model: nn.Module) -> ResidencyStats:
         ValueError: it has no experts in host memory.
     """
     budget_of(model)
-    residents = _residents(model)
-    return experts.residency_stats(*residents) if residents else ResidencyStats(0, 0, 0)
+    return experts.residency_stats(model) if _residents(model) else ResidencyStats(0, 0, 0)
 
 
 def _residents(model: nn.Module) -> list[ResidentExperts]:
