@@ -49,6 +49,7 @@ RUNS = {
         4,
         ("transformers",),
     ),
+    "residency": (("--tokens", "3", "--slots", "2", "5"), 4, ("transformers",)),
     "warmup_and_capture": ((), 9, ()),
     "train_step": (("--steps", "2"), 3, ("transformers", "peft")),
 }
@@ -144,6 +145,7 @@ def test_schemes_of_command_lines(common):
         ("finetune", "--scheme"),
         ("generate", "--schemes"),
         ("quantize_and_compare", "--schemes"),
+        ("residency", "--scheme"),
         ("train_step", "--scheme"),
     ],
 )
