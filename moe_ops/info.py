@@ -33,6 +33,7 @@ from moe_ops import backends as backends_module
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.torch import cpu
 from moe_ops.checks import device_named
+from moe_ops.kernels.configs import DECODED
 from moe_ops.ops import relayout
 from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Problem
@@ -299,7 +300,16 @@ def _num_bytes(buffer: Any) -> int:
     return size
 
 
-_FAMILIES = tuple(dict.fromkeys([name.split(":")[0] for name in schemes.SCHEMES]))
+# without those that no kernel decodes, which are not worth a line: `torch` runs every scheme
+_FAMILIES = tuple(
+    dict.fromkeys(
+        [
+            name.split(":")[0]
+            for name, scheme in schemes.SCHEMES.items()
+            if scheme.weight is None or scheme.weight.dtype in DECODED
+        ]
+    )
+)
 
 
 def _backends() -> tuple[dict[str, str | None], dict[str, dict[str, list[str]]]]:

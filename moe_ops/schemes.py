@@ -24,9 +24,10 @@ class ElementFormat:
     """A number format of quantized elements.
 
     ``storage`` is the torch dtype that holds them, ``bits`` the bits of one: two of 4 bits share a
-    byte (the even one in the low half), four of 6 bits share three (the first in the lowest bits).
-    ``max`` is the largest magnitude. Floating-point formats have a sign, ``mantissa`` bits of
-    mantissa and an exponent of bias ``bias`` in between, without infinities.
+    byte (the even one in the low half), eight of 5 bits share five, four of 6 bits three (the
+    first in the lowest bits). ``max`` is the largest magnitude. Floating-point formats have a
+    sign, ``mantissa`` bits of mantissa and an exponent of bias ``bias`` in between, without
+    infinities. Formats of ``levels`` have any numbers, one for each code.
     """
 
     name: str
@@ -35,17 +36,26 @@ class ElementFormat:
     max: float
     mantissa: int = 0
     bias: int = 0
+    levels: tuple[float, ...] = ()
 
     @property
     def is_float(self) -> bool:
-        return self.mantissa > 0
+        """Whether codes stand for numbers that are not counted."""
+        return self.mantissa > 0 or self.levels != ()
 
     @property
     def least_integer(self) -> float:
-        """The least stored element of an integer format: -128 of int8; 0 of int4, whose elements
-        are codes.
+        """The least stored element of an integer format: -128 of int8; 0 of those of fewer bits,
+        whose elements are codes.
         """
-        return 0.0 if self.name == "int4" else -self.max - 1
+        return 0.0 if self.bits < 8 else -self.max - 1
+
+    @property
+    def middle(self) -> float:
+        """The stored element of an integer format that stands for 0 where nothing says another:
+        0 of int8, 8 of int4.
+        """
+        return 0.0 if self.bits == 8 else self.max + 1
 
     @property
     def max_exponent(self) -> int:
@@ -53,8 +63,26 @@ class ElementFormat:
         return int(self.max).bit_length() - 1
 
 
+# bitsandbytes' normal floats, exact in fp32
+_NF4: tuple[float, ...] = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138)
+_NF4 += (
+    -0.18477343,
+    -0.091050036,
+    0.0,
+    0.0795803,
+    0.1609302,
+    0.2461123,
+    0.33791524,
+    0.44070983,
+    0.562617,
+    0.72295684,
+    1.0,
+)
+_FP4 = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)  # bitsandbytes', a sign above
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml's
+
 # int4 elements are codes 0..15 that stand for code - 8, for code - zero_point, or beside a minimum
-# for themselves
+# for themselves; so it is with int5 and int6, whose middles are 16 and 32
 ELEMENT_FORMATS = {
     f.name: f
     for f in (
@@ -63,7 +91,12 @@ ELEMENT_FORMATS = {
         ElementFormat("e2m3", torch.uint8, 6, 7.5, mantissa=3, bias=1),
         ElementFormat("e2m1", torch.uint8, 4, 6.0, mantissa=1, bias=1),
         ElementFormat("int8", torch.int8, 8, 127.0),
+        ElementFormat("int6", torch.uint8, 6, 31.0),
+        ElementFormat("int5", torch.uint8, 5, 15.0),
         ElementFormat("int4", torch.uint8, 4, 7.0),
+        ElementFormat("nf4", torch.uint8, 4, 1.0, levels=_NF4),
+        ElementFormat("fp4", torch.uint8, 4, 1.0, levels=_FP4 + tuple([-x for x in _FP4])),
+        ElementFormat("iq4", torch.uint8, 4, 113.0, levels=_IQ4),  # of either sign
     )
 }
 
@@ -121,7 +154,7 @@ class QuantDesc:
     """How one operand is quantized: value = (q - zero_point) * scale * channel_scale /
     global_scale. For int4 elements with a channel_scale (`e4m3_products`), q * scale is rounded to
     e4m3 before it is multiplied by channel_scale. With a minimum, value = (q - least) * scale +
-    minimum, where least is the least element, 0 for int4 and -128 for int8.
+    minimum, where least is the least element, -128 for int8 and 0 for other integers.
 
     Args:
         dtype: name of an element format, e.g. "e4m3".
@@ -387,6 +420,11 @@ def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
         return ""
     if weight is None:
         return "quantized activations need quantized weights"
+    if activation.format.levels:
+        return (
+            "activations are rounded to numbers of a format, not to levels such as those of "
+            f"{activation.dtype}"
+        )
     if activation.has_zero:
         return "activations are symmetric, without zero points, which nothing would hold"
     if activation.scale_dtype is None:
@@ -576,6 +614,15 @@ def _all_schemes() -> Iterator[tuple[str, QuantDesc | None, QuantDesc | None]]:
                     minimum=suffix == ":min",
                 )
                 yield f"{base}:{name}{suffix}", desc, None
+    of_16, of_32 = [QuantDesc("int6", GroupShape(1, c), scale_dtype=None) for c in (16, 32)]
+    int5, iq4 = [dataclasses.replace(of_32, dtype=dtype) for dtype in ("int5", "iq4")]
+    yield "int6_w6a16:g16", of_16, None
+    yield "int5_w5a16:g32", int5, None
+    yield "int5_w5a16:g32:min", dataclasses.replace(int5, minimum=True), None
+    yield "iq4_w4a16:g32", iq4, None
+    for dtype in ("nf4", "fp4"):
+        for cols in (64, 32):
+            yield f"{dtype}_w4a16:g{cols}", QuantDesc(dtype, GroupShape(1, cols)), None
     e4m3 = torch.float8_e4m3fn
     grouped = QuantDesc("int4", PER_TOKEN_GROUP, scale_dtype=e4m3, channel_scale=True)
     yield "int4_w4a8", grouped, per_token
@@ -612,5 +659,7 @@ OTHER_NAMES = {
     "int4_w4a16": "int4_w4a16:g128",
     "int4_w4a16:zp": "int4_w4a16:g128:zp",
     "int4_w4a16:min": "int4_w4a16:g128:min",
+    "nf4": "nf4_w4a16:g64",
+    "fp4": "fp4_w4a16:g64",
     **{f"{name}:ocp": name for name in ("mxfp4_w4a16", "mxfp4_w4a8", "mxfp4_mxfp8", "mxfp4")},
 }

@@ -51,9 +51,10 @@ def test_names_and_variants():
 
 
 def test_unknown_name_lists_the_known():
-    families = "Families: fp8, int8, int4, mxfp4, mxfp6, mxfp8, nvfp4"
+    families = "Families: fp8, int8, int4, int6, int5, iq4, nf4, fp4, mxfp4, mxfp6, mxfp8, nvfp4"
     for wrong, meant in (
-        ("fp9", "."),
+        ("best", "."),
+        ("fp9", "; did you mean 'fp4'?"),
         ("int4", "; did you mean 'int4_w4a16' or 'int4_w4a8'?"),
         ("INT4", "; did you mean 'int4_w4a16' or 'int4_w4a8'?"),
         ("fp8blok", "; did you mean 'fp8_block'?"),

@@ -1,6 +1,7 @@
 """Elements: numbers to codes and back, codes to bytes and back.
 
-A floating-point code is sign, exponent, mantissa from the highest bit down; int4 codes are 0..15.
+A floating-point code is sign, exponent, mantissa from the highest bit down; integers of fewer than
+8 bits have codes from 0 on. A format of levels has a number for each code.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ from torch import Tensor
 
 from moe_ops.schemes import ElementFormat
 
+# of eight codes of 5 bits in five bytes: the byte in which each begins, and the bit there
+_PLACES_OF_5 = [divmod(5 * i, 8) for i in range(8)]
+
 
 def encode(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> Tensor:
     """Round fp32 numbers (..., K), already divided by their scale, to stored elements.
 
-    Numbers beyond the format saturate; ties go to the even neighbour. Integers have
-    ``zero_point``, which broadcasts, added; int4 without one has 8 added. The stored elements are
-    contiguous along K, and packed if they have fewer than 8 bits.
+    Numbers beyond the format saturate; ties go to the even neighbour, of levels to the lower one.
+    Integers have ``zero_point``, which broadcasts, added; without one those of fewer than 8 bits
+    have the format's middle added. The stored elements are contiguous along K, and packed if they
+    have fewer than 8 bits.
     """
+    if fmt.levels:
+        return pack(_encode_level(x, fmt), fmt)
     if fmt.name == "e4m3":
         return x.clamp(-fmt.max, fmt.max).to(fmt.storage)
     if not fmt.is_float:
@@ -26,16 +33,18 @@ def encode(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> T
 
 
 def decode(q: Tensor, fmt: ElementFormat, from_zero: bool = False) -> Tensor:
-    """The exact fp32 numbers (..., K) of stored elements, in a new tensor. 8 is subtracted from
-    int4 codes, unless ``from_zero``, for zero points to be subtracted.
+    """The exact fp32 numbers (..., K) of stored elements, in a new tensor. The format's middle is
+    subtracted from codes of integers, unless ``from_zero``, for zero points to be subtracted.
     """
     if fmt.name == "e4m3":
         return e4m3_to_float32(q)
     codes = unpack(q, fmt)
+    if fmt.levels:
+        return torch.tensor(fmt.levels, dtype=torch.float32, device=q.device)[codes.int()]
     if fmt.is_float:
         return _decode_float(codes, fmt)
     values = codes.to(torch.float32)
-    return values.sub_(8.0) if fmt.name == "int4" and not from_zero else values
+    return values.sub_(fmt.middle) if fmt.middle and not from_zero else values
 
 
 def pack(codes: Tensor, fmt: ElementFormat) -> Tensor:
@@ -45,6 +54,10 @@ def pack(codes: Tensor, fmt: ElementFormat) -> Tensor:
     if fmt.bits == 4:
         low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
         return low | (high << 4)
+    if fmt.bits == 5:
+        places = 5 * torch.arange(8, device=codes.device)
+        words = (codes.unflatten(-1, (-1, 8)).to(torch.int64) << places).sum(-1, keepdim=True)
+        return (words >> 8 * torch.arange(5, device=codes.device)).to(torch.uint8).flatten(-2)
     a, b, c, d = codes.unflatten(-1, (-1, 4)).unbind(-1)
     parts = (a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2))
     return torch.stack(parts, -1).flatten(-2)
@@ -56,6 +69,11 @@ def unpack(q: Tensor, fmt: ElementFormat) -> Tensor:
         return q
     if fmt.bits == 4:
         return torch.stack((q & 15, q >> 4), -1).flatten(-2)
+    if fmt.bits == 5:
+        b = q.unflatten(-1, (-1, 5)).to(torch.int16)
+        b = torch.cat((b, b[..., -1:]), -1)  # of the last code nothing is beyond its byte
+        found = [(b[..., i] | (b[..., i + 1] << 8)) >> s & 31 for i, s in _PLACES_OF_5]
+        return torch.stack([code.to(torch.uint8) for code in found], -1).flatten(-2)
     a, b, c = q.unflatten(-1, (-1, 3)).unbind(-1)
     parts = (a & 63, (a >> 6) | ((b & 15) << 2), (b >> 4) | ((c & 3) << 4), c >> 2)
     return torch.stack(parts, -1).flatten(-2)
@@ -64,8 +82,8 @@ def unpack(q: Tensor, fmt: ElementFormat) -> Tensor:
 def _encode_integer(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None) -> Tensor:
     low = fmt.least_integer
     high = low + 2 * fmt.max + 1
-    if fmt.name == "int4":
-        zero_point = torch.full_like(x[..., :1], 8.0) if zero_point is None else zero_point
+    if zero_point is None and fmt.middle:
+        zero_point = torch.full_like(x[..., :1], fmt.middle)
     x = torch.round(x)
     x = x if zero_point is None else x + zero_point
     # NaN has no integer, but its scale is NaN too, and so is their product
@@ -85,6 +103,16 @@ def _encode_float(x: Tensor, fmt: ElementFormat) -> Tensor:
         torch.signbit(x).to(torch.int32) << (fmt.bits - 1)
     )
     return code.to(torch.uint8)
+
+
+def _encode_level(x: Tensor, fmt: ElementFormat) -> Tensor:
+    levels, codes = torch.tensor(fmt.levels, dtype=torch.float32, device=x.device).sort(
+        stable=True
+    )
+    codes = codes.to(torch.uint8)
+    between = (levels[:-1] + levels[1:]) / 2
+    # NaN has no level, but its scale is NaN too
+    return codes[torch.bucketize(torch.nan_to_num(x, nan=0.0), between)]
 
 
 def _decode_float(codes: Tensor, fmt: ElementFormat) -> Tensor:

@@ -13,8 +13,10 @@ from moe_ops.tensors.formats import (
     Float8ExpertTensor,
     Int4ExpertTensor,
     Int8ExpertTensor,
+    LevelsExpertTensor,
     MXExpertTensor,
     NVFP4ExpertTensor,
+    PackedIntExpertTensor,
     PlainExpertTensor,
 )
 from moe_ops.tensors.quantize import from_quantized, prepare, quantize
@@ -25,8 +27,10 @@ __all__ = [
     "Float8ExpertTensor",
     "Int4ExpertTensor",
     "Int8ExpertTensor",
+    "LevelsExpertTensor",
     "MXExpertTensor",
     "NVFP4ExpertTensor",
+    "PackedIntExpertTensor",
     "PlainExpertTensor",
     "check_quantizable",
     "flatten",

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_ops.checks import check_local, check_strided, check_tensor
 from moe_ops.ops.memory import refuse_lost
-from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.schemes import ElementFormat, QuantScheme, get_scheme
 from moe_ops.tensors.base import ExpertTensor
 
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
@@ -148,7 +148,7 @@ def _checked_scale(
         known = " or ".join([str(dtype) for dtype in dtypes])
         raise ValueError(f"{name} must be {known}, got {value.dtype}")
     if name == "zero_point" and not desc.minimum:
-        _check_zero_points(value, desc.dtype)
+        _check_zero_points(value, desc.format)
     elif name == "scale" and desc.is_mx:
         _check_finite(name, _per_expert(value).amax(1) != 255)
         if desc.dtype == "e2m1":
@@ -174,9 +174,12 @@ def _checked_scale(
     return value
 
 
-def _check_zero_points(value: Tensor, dtype: str) -> None:
-    if dtype == "int4" and known(value) and bool((value > 15).any()):
-        raise ValueError(f"zero_point must be in 0..15 for int4, got {value.max().item()}")
+def _check_zero_points(value: Tensor, fmt: ElementFormat) -> None:
+    most = 2**fmt.bits - 1
+    if fmt.bits < 8 and known(value) and bool((value > most).any()):
+        raise ValueError(
+            f"zero_point must be in 0..{most} for {fmt.name}, got {value.max().item()}"
+        )
 
 
 def _check_positive(name: str, value: Tensor) -> None:

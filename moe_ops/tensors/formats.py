@@ -55,6 +55,25 @@ class Int4ExpertTensor(ExpertTensor):
     """
 
 
+class PackedIntExpertTensor(ExpertTensor):
+    """Integers of 5 and 6 bits: value = (code - 16) * scale for "int5_w5a16:g32", (code - 32) *
+    scale for "int6_w6a16:g16", code * scale + zero_point for "int5_w5a16:g32:min".
+
+    qdata is uint8: (E, N, 5K/8), eight codes in five bytes, or (E, N, 3K/4), four in three, the
+    first in the lowest bits. scale and zero_point, a minimum, are as in `Int4ExpertTensor`.
+    """
+
+
+class LevelsExpertTensor(ExpertTensor):
+    """Weights of 16 levels: value = level * scale, for the schemes named "nf4_...", "fp4_..." and
+    "iq4_...". `moe_ops.schemes.ELEMENT_FORMATS` has the level of each code.
+
+    qdata is (E, N, K/2) uint8, the even column in the low half of a byte. scale is (E, N, K/g), in
+    fp32 the largest magnitude of a group for nf4 and fp4, whose levels reach from -1 to 1;
+    "iq4_w4a16" has it in any float dtype, and of either sign.
+    """
+
+
 class MXExpertTensor(ExpertTensor):
     """MX weights: value = element * 2 ** (scale - 127), for the schemes named "mxfp4...",
     "mxfp6...", "mxfp8".

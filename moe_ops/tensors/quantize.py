@@ -18,16 +18,22 @@ from moe_ops.tensors.formats import (
     Float8ExpertTensor,
     Int4ExpertTensor,
     Int8ExpertTensor,
+    LevelsExpertTensor,
     MXExpertTensor,
     NVFP4ExpertTensor,
+    PackedIntExpertTensor,
     PlainExpertTensor,
 )
 
 
 def _class_of(scheme: QuantScheme) -> type[ExpertTensor]:
     desc = scheme.quantized_weight
+    if desc.format.levels:
+        return LevelsExpertTensor
     if not desc.format.is_float:
-        return Int8ExpertTensor if desc.dtype == "int8" else Int4ExpertTensor
+        return {"int8": Int8ExpertTensor, "int4": Int4ExpertTensor}.get(
+            desc.dtype, PackedIntExpertTensor
+        )
     if desc.is_mx:
         return MXExpertTensor
     return NVFP4ExpertTensor if desc.global_scale else Float8ExpertTensor

@@ -29,8 +29,10 @@ from moe_ops.tensors.formats import (
     Float8ExpertTensor,
     Int4ExpertTensor,
     Int8ExpertTensor,
+    LevelsExpertTensor,
     MXExpertTensor,
     NVFP4ExpertTensor,
+    PackedIntExpertTensor,
     PlainExpertTensor,
 )
 
@@ -40,6 +42,8 @@ _CLASSES: dict[str, type[ExpertTensor]] = {
         Float8ExpertTensor,
         Int8ExpertTensor,
         Int4ExpertTensor,
+        PackedIntExpertTensor,
+        LevelsExpertTensor,
         MXExpertTensor,
         NVFP4ExpertTensor,
         PlainExpertTensor,

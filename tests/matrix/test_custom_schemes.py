@@ -4,6 +4,7 @@ oracle that knows nothing but the description."""
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from tests.support import oracle
 from tests.support.cases import router_weights
 
 E, M, K, I, TOP_K = 3, 4, 192, 96, 2
-LARGEST = {**{name: f[2] for name, f in oracle.FORMATS.items()}, "int8": 127.0, "int4": 7.0}
+LARGEST = {**{name: f[2] for name, f in oracle.FORMATS.items()}, "int8": 127.0}
+LARGEST |= {"int6": 31.0, "int5": 15.0, "int4": 7.0}
+COARSE = {"int4": 0.3, "int5": 0.15, "nf4": 0.4, "fp4": 0.4, "iq4": 0.4}
+COARSE |= {"e2m1": 0.3, "e3m2": 0.2, "e2m3": 0.2}
 F32, E8M0, E4M3 = torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn
 GROUPS = [(-1, -1), (1, -1), (-1, 1), (-1, 32), (64, 48), (128, 128), (1, 16), (1, 32), (1, 48)]
 
@@ -79,7 +83,9 @@ PAIRS = pairs()
 
 
 def nearest(x: Tensor, fmt: str) -> Tensor:
-    return torch.round(x).clamp(-8, 7) if fmt == "int4" else oracle.nearest(x, fmt)
+    if fmt in ("int4", "int5", "int6"):
+        return torch.round(x).clamp(-LARGEST[fmt] - 1, LARGEST[fmt])
+    return oracle.nearest(x, fmt)
 
 
 def activation_values(x: Tensor, d: QuantDesc | None, static: Tensor | None) -> Tensor:
@@ -102,7 +108,7 @@ def activation_values(x: Tensor, d: QuantDesc | None, static: Tensor | None) -> 
                 return 2.0 ** torch.ceil(torch.log2(amax / largest))
             exponent = torch.floor(torch.log2(amax))
             up = (amax / 2.0**exponent >= 1.5) & (d.scale_rule == "round")
-            return 2.0 ** (exponent + up - {127.0: 6, 7.0: 2}[largest])
+            return 2.0 ** (exponent + up - math.floor(math.log2(largest)))
         if d.global_scale:
             return oracle.e4m3((whole.float() * (amax.float() / largest)).double()) / whole
         if d.channel_scale:
@@ -136,7 +142,7 @@ def weight_values(w) -> Tensor:
     scale = 2.0 ** (w.scale.double() - 127) if d.scale_dtype == E8M0 else w.scale.float()
     if d.minimum:
         return (codes + (128 if d.dtype == "int8" else 0)) * spread(scale) + spread(w.zero_point)
-    zero = 8 if d.dtype == "int4" else 0
+    zero = {"int4": 8, "int5": 16, "int6": 32}.get(d.dtype, 0)
     values = (codes - (zero if w.zero_point is None else spread(w.zero_point))) * spread(scale)
     if w.channel_scale is not None:
         values = oracle.e4m3(values) if d.dtype == "int4" else values
@@ -162,7 +168,7 @@ def test_every_legal_pair_runs(part):
             continue
         w13, w2 = [moe_ops.quantize(w, scheme, **static) for w in plain]
         # what is quantized is near what it was: no oracle can say that of a wrong scale
-        coarse = {"int4": 0.3, "e2m1": 0.3, "e3m2": 0.2, "e2m3": 0.2}.get(scheme.weight.dtype, 0.1)
+        coarse = COARSE.get(scheme.weight.dtype, 0.1)
         for w, q in zip(plain, (w13, w2), strict=True):
             assert oracle.relative_error(q.dequantize(torch.float32), w) < coarse, scheme
             assert oracle.relative_error(q.dequantize(torch.float32), weight_values(q)) < 1e-6

@@ -11,6 +11,7 @@ size.
 from __future__ import annotations
 
 import math
+import struct
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ DEFAULTS = {
 }
 # number format -> (bits of exponent, bits of mantissa, largest magnitude); OCP's, with the usual
 # bias
+# number formats of which each code has a number of its own: bitsandbytes' and ggml's
+LEVELS = {
+    "nf4": "bf800000 bf3239b1 bf066b30 beca32a0 be91a24d be3d353f bdba7871 00000000 "
+    "3da2faff 3e24cae3 3e7c04dd 3ead033a 3ee1a4b8 3f1007ab 3f3913b3 3f800000",
+    "fp4": "00000000 3baaaaab 3f2aaaab 3f800000 3eaaaaab 3f000000 3e2aaaab 3e800000 "
+    "80000000 bbaaaaab bf2aaaab bf800000 beaaaaab bf000000 be2aaaab be800000",
+    "iq4": "c2fe0000 c2d00000 c2a60000 c2820000 c2440000 c20c0000 c1b00000 c1200000 "
+    "3f800000 41500000 41c80000 42180000 42540000 428a0000 42b20000 42e20000",
+}
 FORMATS = {"e4m3": (4, 3, 448.0), "e3m2": (3, 2, 28.0), "e2m3": (2, 3, 7.5), "e2m1": (2, 1, 6.0)}
 # scheme -> (format of activations, what shares one scale of them); rules of power-of-two scales by
 # name
@@ -49,6 +59,11 @@ ACTIVATIONS: dict[str, tuple[str, str] | None] = {
         for group in ("channel", "g32", "g64", "g128")
         for zero_point in ("", ":zp", ":min")
     },
+    "int6_w6a16:g16": None,
+    "int5_w5a16:g32": None,
+    "int5_w5a16:g32:min": None,
+    "iq4_w4a16:g32": None,
+    **{f"{fmt}_w4a16:{group}": None for fmt in ("nf4", "fp4") for group in ("g64", "g32")},
     "int4_w4a8": ("e4m3", "token"),
     **{f"mxfp4_w4a16{rule}": None for rule in ("", ":round", ":ceil")},
     **{f"mxfp4_w4a8{rule}": ("e4m3", "128") for rule in ("", ":round", ":ceil")},
@@ -148,7 +163,9 @@ def e4m3(x: Tensor) -> Tensor:
 
 
 def code_values(fmt: str) -> list[float]:
-    """What each code of a floating-point format stands for."""
+    """What each code of a floating-point format, or of one of levels, stands for."""
+    if fmt in LEVELS:
+        return [struct.unpack(">f", bytes.fromhex(bits))[0] for bits in LEVELS[fmt].split()]
     exponents, mantissa, _ = FORMATS[fmt]
     bias, values = 2 ** (exponents - 1) - 1, []
     for code in range(2 ** (exponents + mantissa)):
@@ -169,13 +186,13 @@ def codes(qdata: Tensor, bits: int) -> Tensor:
 
 
 def stored(qdata: Tensor, fmt: str) -> Tensor:
-    """The fp64 values (..., K) of stored elements; of int4 their codes, 0 to 15."""
+    """The fp64 values (..., K) of stored elements; of int4, int5 and int6 their codes, from 0."""
     if fmt == "int8":
         return qdata.double()
-    if fmt == "int4":
-        return codes(qdata, 4).double()
+    if fmt.startswith("int"):
+        return codes(qdata, int(fmt[3:])).double()
     table = torch.tensor(code_values(fmt), dtype=torch.float64, device=qdata.device)
-    return table[codes(qdata, 1 + sum(FORMATS[fmt][:2]))]
+    return table[codes(qdata, 4 if fmt in LEVELS else 1 + sum(FORMATS[fmt][:2]))]
 
 
 def _over(amax, divisor: float):
@@ -268,8 +285,8 @@ def dequantized(
         return elements * spread(scale) + spread(zero_point)
     if zero_point is not None:
         elements = elements - spread(zero_point)
-    elif fmt == "int4":
-        elements = elements - 8
+    elif fmt.startswith("int") and fmt != "int8":
+        elements = elements - 2 ** (int(fmt[3:]) - 1)
     values = elements * spread(scale)
     if fmt == "int4" and channel_scale is not None:
         values = e4m3(values)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.integrations.checkpoints import files
+from moe_ops.integrations.checkpoints import bitsandbytes, files
 from moe_ops.integrations.checkpoints.common import (
     FLOATS,
     VALUES_ONLY,
@@ -30,6 +30,7 @@ from moe_ops.integrations.checkpoints.compressed_tensors import check_transforms
 from moe_ops.integrations.checkpoints.configs import config_for
 from moe_ops.integrations.checkpoints.formats import FACTORS, ROLES, Format, format_of
 from moe_ops.integrations.checkpoints.gguf import GgufFiles, is_gguf
+from moe_ops.integrations.checkpoints.json_files import parse_object
 from moe_ops.integrations.checkpoints.loading import Loader
 from moe_ops.integrations.checkpoints.weights import (
     BIAS,
@@ -271,7 +272,9 @@ class Checkpoint:
 
     def _config(self, form: Format | None, source: Source, values_only: bool) -> Config:
         config: Config = {}
-        if form is not None and not form.tells:
+        if form is not None and form.state:
+            config = self._state(source[form.state])
+        elif form is not None and not form.tells:
             role, tensor = next(iter(source.items()))
             module = module_of(tensor, role)
             key = (form.method, module, *self.others.get(module, ()))
@@ -286,6 +289,19 @@ class Checkpoint:
                     "other files"
                 )
         return config | {VALUES_ONLY: True} if values_only else config
+
+    def _state(self, tensor: str) -> Config:
+        """What a tensor of JSON says of its matrix."""
+        key = ("", tensor)
+        if key not in self._configs:
+            where = str(self.files.entries[tensor])
+            text = self.files.read(tensor).flatten().view(torch.uint8).numpy().tobytes()
+            try:
+                found = parse_object(text, where, unique=True)
+                self._configs[key] = bitsandbytes.check_state(found)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+        return self._configs[key]
 
     def _said(self, function: Callable, *arguments: str, **options: str) -> Any:
         """What a function finds in the quantization_config; its errors name the file."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ops.integrations.checkpoints import floats, ggml, integers, mlx
+from moe_ops.integrations.checkpoints import bitsandbytes, floats, ggml, integers, mlx
 from moe_ops.integrations.checkpoints.common import FLOATS, Config, Matrix
 
 
@@ -47,6 +47,7 @@ class Format:
     # whether columns come first; {} is its dtype
     turned: str = ""
     blocks: str = ""  # of ggml: the type of those that "weight" is
+    state: str = ""  # role of a tensor that is a JSON object, the matrix's configuration
 
 
 _PLAIN = "; load the plain checkpoint with MoeOpsConfig(scheme)"
@@ -223,6 +224,20 @@ FORMATS = (
     ),
     *(
         Format(
+            f"bitsandbytes' {kind}",
+            (*bitsandbytes.REQUIRED, state),
+            bitsandbytes.NESTED,
+            bitsandbytes.describe,
+            bitsandbytes.convert,
+            (torch.uint8,),
+            tells=True,
+            turned=_UNKNOWN,
+            state=state,
+        )
+        for kind, state in bitsandbytes.STATES.items()
+    ),
+    *(
+        Format(
             f"GGUF's {name}",
             ("weight",),
             (ggml.FACTOR, ggml.IGNORED) if name == "NVFP4" else (),
@@ -239,6 +254,7 @@ ROLES = tuple(sorted({role for f in FORMATS for role in (*f.required, *f.optiona
 
 # other names of a role
 ALIASES = {"scale": "weight_scale_inv", "qscale_weight": "weight_scale_inv"}
+ALIASES |= bitsandbytes.ALIASES
 
 
 # Factors of columns, by which ModelOpt's AWQ and SmoothQuant divided a matrix and multiply the

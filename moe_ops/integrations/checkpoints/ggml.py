@@ -6,11 +6,12 @@ the one that ggml gives, to the bit: in fp32, codes times scales are exact but f
 a minimum, which both round once.
 
 Notation of layouts: d, m and dmin fp16, e an exponent, b bytes, "lo" and "hi" the low and the high
-four bits of bytes.
+four bits of bytes, T the levels of "iq4".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from moe_ops.integrations.checkpoints import reading
 from moe_ops.integrations.checkpoints.common import Config, Matrix, require, shape_of
-from moe_ops.integrations.checkpoints.packings import pack_nibbles
-from moe_ops.schemes import GroupShape, QuantDesc, QuantScheme, get_scheme
+from moe_ops.numerics.elements import pack
+from moe_ops.schemes import ELEMENT_FORMATS
 
 Parts = dict[str, Tensor]
 
@@ -75,24 +76,21 @@ BLOCKS = {
 }
 _BY_NAME = {block.name: block for block in BLOCKS.values()}
 
-# value = fp32 or fp16 scale of 16 columns * int8
-_INT8_OF_16 = get_scheme(
-    QuantScheme("int8 of 16", QuantDesc("int8", GroupShape(1, 16), scale_dtype=None), None)
-).name
 SCHEMES_OF = {
     "Q4_0": "int4_w4a16:g32",
     "Q4_1": "int4_w4a16:g32:min",
-    "Q5_0": "int8_w8a16:g32",
-    "Q5_1": "int8_w8a16:g32:min",
+    "Q5_0": "int5_w5a16:g32",
+    "Q5_1": "int5_w5a16:g32:min",
     "Q8_0": "int8_w8a16:g32",
     "Q4_K": "int4_w4a16:g32:min",
-    "Q5_K": "int8_w8a16:g32:min",
-    "Q6_K": _INT8_OF_16,
-    "IQ4_NL": "int8_w8a16:g32",
-    "IQ4_XS": "int8_w8a16:g32",
+    "Q5_K": "int5_w5a16:g32:min",
+    "Q6_K": "int6_w6a16:g16",
+    "IQ4_NL": "iq4_w4a16:g32",
+    "IQ4_XS": "iq4_w4a16:g32",
     "MXFP4": "mxfp4_w4a16",
     "NVFP4": "nvfp4_w4a16",
 }
+_AT_ONCE = 1 << 22  # elements that are converted at a time, for what it takes beside them
 # a factor of a whole matrix, which only NVFP4 has, and one of activations, which stay as they are
 FACTOR, IGNORED = "weight_scale_2", "input_scale"
 
@@ -109,24 +107,24 @@ def describe(name: str, t: dict, config: Config) -> Matrix:
 
 
 def convert(name: str, t: Parts, config: Config) -> Parts:
-    matrices = t["weight"]
-    shape = (-1, *matrices.shape[-2:-1], matrices.shape[-1] // _BY_NAME[name].bytes)
-    blocks = matrices.view(*shape, _BY_NAME[name].bytes)
+    *shape, size = shape_of(t, "weight")
+    blocks = t["weight"].view(-1, size // _BY_NAME[name].bytes, _BY_NAME[name].bytes)
+    rows = max(1, _AT_ONCE // (size // _BY_NAME[name].bytes * _BY_NAME[name].elements))
     made: Parts = {}
-    for i, matrix in enumerate(blocks):  # one at a time, for what decoding takes beside it
-        for part, value in _DECODERS[name](matrix).items():
+    for begin in range(0, len(blocks), rows):
+        for part, value in _DECODERS[name](blocks[begin : begin + rows]).items():
             value = value.flatten(-2)  # of a row
-            if not i:
-                size = (len(blocks), *value.shape)
-                of_cpu = value.is_cpu and size[0] > 1
-                made[part] = reading.empty(size, value.dtype) if of_cpu else value.new_empty(size)
-            made[part][i] = value
+            if not begin:
+                whole = (len(blocks), value.shape[-1])
+                new = reading.empty if value.is_cpu else value.new_empty
+                made[part] = new(whole, dtype=value.dtype)
+            made[part][begin : begin + rows] = value
+    made = {part: value.view(*shape, -1) for part, value in made.items()}
     if name == "NVFP4":
-        factor = t.get(FACTOR)
-        ones = torch.ones(len(blocks), device=matrices.device)
-        made["global_scale"] = ones if factor is None else 1 / factor.flatten()
-    if matrices.dim() == 2:
-        made = {part: value[0] for part, value in made.items()}
+        factor = t.get(FACTOR, torch.ones(1, device=blocks.device))
+        made["global_scale"] = (
+            (1 / factor.flatten()).expand(math.prod(shape[:-1])).view(shape[:-1])
+        )
     return made
 
 
@@ -146,32 +144,31 @@ def _bits(b: Tensor) -> Tensor:
     return ((b[..., None] >> places) & 1).flatten(-2)
 
 
-def _signed(codes: Tensor, zero: int) -> Tensor:
-    """uint8 codes minus a number, as int8."""
-    return (codes - zero).view(torch.int8)
+def _packed(codes: Tensor, format_name: str) -> Tensor:
+    return pack(codes, ELEMENT_FORMATS[format_name])
 
 
 def _q4_0(b: Tensor) -> Parts:
     """d | b[16]: d (u - 8), u = lo then hi."""
-    return {"qdata": pack_nibbles(_halves(b[..., 2:])), "scale": _half(b, 0)}
+    return {"qdata": _packed(_halves(b[..., 2:]), "int4"), "scale": _half(b, 0)}
 
 
 def _q4_1(b: Tensor) -> Parts:
     """d m | b[16]: d u + m."""
-    codes = pack_nibbles(_halves(b[..., 4:]))
+    codes = _packed(_halves(b[..., 4:]), "int4")
     return {"qdata": codes, "scale": _half(b, 0), "zero_point": _half(b, 2)}
 
 
 def _q5_0(b: Tensor) -> Parts:
     """d | h[4] | b[16]: d (u - 16), the bits of h are bit 4 of u."""
     codes = _halves(b[..., 6:]) | (_bits(b[..., 2:6]) << 4)
-    return {"qdata": _signed(codes, 16), "scale": _half(b, 0)}
+    return {"qdata": _packed(codes, "int5"), "scale": _half(b, 0)}
 
 
 def _q5_1(b: Tensor) -> Parts:
     """d m | h[4] | b[16]: d u + m."""
     codes = _halves(b[..., 8:]) | (_bits(b[..., 4:8]) << 4)
-    return {"qdata": _signed(codes, 128), "scale": _half(b, 0), "zero_point": _half(b, 2)}
+    return {"qdata": _packed(codes, "int5"), "scale": _half(b, 0), "zero_point": _half(b, 2)}
 
 
 def _q8_0(b: Tensor) -> Parts:
@@ -198,7 +195,7 @@ def _nibbles_of_64(b: Tensor) -> Tensor:
 def _q4_k(b: Tensor) -> Parts:
     """d dmin | s[12] | b[128]: (d sc) u - dmin mn, groups of 32."""
     scale, minimum = _scales_and_minima(b)
-    codes = pack_nibbles(_nibbles_of_64(b[..., 16:]))
+    codes = _packed(_nibbles_of_64(b[..., 16:]), "int4")
     return {"qdata": codes, "scale": scale, "zero_point": minimum}
 
 
@@ -207,7 +204,7 @@ def _q5_k(b: Tensor) -> Parts:
     scale, minimum = _scales_and_minima(b)
     high = _bits(b[..., 16:48]).unflatten(-1, (32, 8)).mT.flatten(-2)
     codes = _nibbles_of_64(b[..., 48:]) | (high << 4)
-    return {"qdata": _signed(codes, 128), "scale": scale, "zero_point": minimum}
+    return {"qdata": _packed(codes, "int5"), "scale": scale, "zero_point": minimum}
 
 
 def _q6_k(b: Tensor) -> Parts:
@@ -220,39 +217,29 @@ def _q6_k(b: Tensor) -> Parts:
     high = (b[..., 128:192].unflatten(-1, (2, 1, 32)) >> places) & 3
     codes = (low | (high.flatten(-2) << 4)).flatten(-2)
     scale = _half(b, 208).float() * b[..., 192:208].contiguous().view(torch.int8)
-    return {"qdata": _signed(codes, 32), "scale": scale}
-
-
-# fmt: off
-LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# fmt: on
-
-
-def _levels(codes: Tensor) -> Tensor:
-    levels = torch.tensor(LEVELS, dtype=torch.int8, device=codes.device)
-    return levels[codes.int()]
+    return {"qdata": _packed(codes, "int6"), "scale": scale}
 
 
 def _iq4_nl(b: Tensor) -> Parts:
-    """d | b[16]: d LEVELS[u], u as in Q4_0."""
-    return {"qdata": _levels(_halves(b[..., 2:])), "scale": _half(b, 0)}
+    """d | b[16]: d T[u], u as in Q4_0."""
+    return {"qdata": _packed(_halves(b[..., 2:]), "iq4"), "scale": _half(b, 0)}
 
 
 def _iq4_xs(b: Tensor) -> Parts:
-    """d | uint16 h | l[4] | b[128]: d (s - 32) LEVELS[u] of group g of 32; s is four bits of l and
+    """d | uint16 h | l[4] | b[128]: d (s - 32) T[u] of group g of 32; s is four bits of l and
     bits 2 g of h above them.
     """
     low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
     places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=b.device)
     high = ((b[..., 2:4, None] >> places) & 3).flatten(-2)
-    scale = _half(b, 0).float() * _signed(low | (high << 4), 32)
+    scale = _half(b, 0).float() * ((low | (high << 4)).float() - 32)
     codes = _halves(b[..., 8:].unflatten(-1, (8, 16))).flatten(-2)
-    return {"qdata": _levels(codes), "scale": scale}
+    return {"qdata": _packed(codes, "iq4"), "scale": scale}
 
 
 def _mxfp4(b: Tensor) -> Parts:
     """e | b[16]: 2^(e - 127) e2m1(u), u as in Q4_0."""
-    return {"qdata": pack_nibbles(_halves(b[..., 1:])), "scale": b[..., :1]}
+    return {"qdata": _packed(_halves(b[..., 1:]), "e2m1"), "scale": b[..., :1]}
 
 
 def _nvfp4(b: Tensor) -> Parts:
@@ -262,7 +249,7 @@ def _nvfp4(b: Tensor) -> Parts:
     codes = _halves(b[..., 4:].unflatten(-1, (4, 8))).flatten(-2)
     scale = b[..., :4] & 127
     scale = scale.masked_fill(scale == 127, 0).view(torch.float8_e4m3fn)
-    return {"qdata": pack_nibbles(codes), "scale": scale}
+    return {"qdata": _packed(codes, "e2m1"), "scale": scale}
 
 
 _DECODERS: dict[str, Callable[[Tensor], Parts]] = {

@@ -161,6 +161,9 @@ class Loader:
         for source in first:
             found = self._convert((source,), self._of_stack(source, device))
             found = {n: t if t.dim() else t.expand(count) for n, t in found.items()}
+            if weight.ids is not None and len(found["qdata"]) == weight.shape[0] != count:
+                ids = torch.tensor(weight.ids, device=found["qdata"].device)
+                found = {n: t[ids] for n, t in found.items()}
             if weight.columns_first:
                 found["qdata"] = found["qdata"].mT
             parts.append(_by_rows(found, by_rows))
@@ -299,7 +302,8 @@ class Loader:
         for role, tensor in source.items():
             # a plain weight may have the experts' rows behind one another
             per_expert = self.files.entries[tensor].shape[:1] == weight.shape[:1]
-            cut = weight.format is None or (per_expert and role != "weight_shape")
+            whole = weight.format is not None and weight.format.state != ""
+            cut = weight.format is None or (per_expert and role != "weight_shape" and not whole)
             pieces = (weight.shape[0], weight.ids) if cut and weight.ids is not None else ()
             found[role] = self.files.read(tensor, device, *pieces)
         return found

@@ -22,6 +22,7 @@ from moe_ops.tensors import ExpertTensor
 # what `flatten` adds to the name of a quantized weight
 STORED = tuple(sorted({*ExpertTensor.tensor_data_names, *ExpertTensor.optional_tensor_data_names}))
 _COMPANIONS = tuple(role for role in ROLES if role != "weight")
+_OF_WEIGHT = tuple(role for role in ROLES if role.startswith("weight."))
 _START = r"(?<![a-zA-Z0-9_])"  # of a name's part: experts, but not shared_experts
 _EXPERT = re.compile(r"experts\.(\d+)\.")
 _NUMBER = re.compile(r"(\d+)")
@@ -206,6 +207,7 @@ def _stacked_reader(leaf: str, table: Table, plain: bool) -> OwnReader:
     names |= {"_" + role.removeprefix("weight_"): role for role in _COMPANIONS}
     names |= {"_" + role: role for role in _COMPANIONS if role.startswith("weight_")}
     names |= {rf"\.{role}": role for role in STORED}
+    names |= {rf"\.{text}": role for text, role in ALIASES.items() if role in _OF_WEIGHT}
     patterns = {rf"{_START}{leaf}{text}$": role for text, role in names.items()}
     table.update({pattern: (0, role) for pattern, role in patterns.items()})
     return OwnReader(list(patterns), leaf)
@@ -229,8 +231,7 @@ def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> l
     experts = [t for t in transforms if isinstance(t, OwnReader)]
     modules: dict[str, dict[str, str]] = {}  # role -> tensor
     for tensor in checkpoint.files.entries:
-        module, _, text = tensor.rpartition(".")
-        role = ALIASES.get(text, text)
+        module, role = _module_and_role(tensor)
         if role in ROLES or role == FACTORS:
             modules.setdefault(module, {})[role] = tensor
     readers: dict[str, dict[str, str]] = {}  # end of a parameter's name -> pattern -> role
@@ -254,6 +255,15 @@ def _matrix_readers(checkpoint: Checkpoint, transforms: list, table: Table) -> l
     for patterns in readers.values():
         table.update({pattern: (0, role) for pattern, role in patterns.items()})
     return [OwnReader(list(patterns), end) for end, patterns in sorted(readers.items())]
+
+
+def _module_and_role(tensor: str) -> tuple[str, str]:
+    """The matrix that a tensor's name begins with, and its role there."""
+    for role in _OF_WEIGHT:
+        if tensor.endswith(f".{role}"):
+            return tensor.removesuffix(f".{role}"), role
+    module, _, text = tensor.rpartition(".")
+    return module, ALIASES.get(text, text)
 
 
 def _ends(target: str, found: str) -> tuple[str, str]:
