@@ -197,13 +197,13 @@ def test_bound_of_blocks_falls_as_blocks_grow(rows, groups, block_m, more):
     assert block_bound(rows, groups, block_m + more) <= block_bound(rows, groups, block_m) <= rows
 
 
-def fenced(shape, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def fenced(shape, dtype, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """A contiguous tensor of that many bytes inside a buffer of ones, and the bytes on both
     sides."""
     count = dtype.itemsize
     for size in shape:
         count *= size
-    whole = torch.full((count + 512,), 0xFF, dtype=torch.uint8)
+    whole = torch.full((count + 512,), 0xFF, dtype=torch.uint8, device=device)
     return whole[256 : count + 256].view(dtype).view(shape), whole
 
 
