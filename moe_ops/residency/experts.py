@@ -51,7 +51,8 @@ class ResidentExperts(nn.Module):
 
     Args:
         w13: (E, N, K) as `fused_experts` takes it, plain or an ExpertTensor, on a CPU or GPU. It
-            is copied. On the meta device, nothing is: `rows` are to be filled.
+            is copied to where it is to lie. On the meta device nothing is, and `rows` are to be
+            filled.
         w2: (E, K, I), like w13.
         w13_bias: (E, N), which comes with the rows of w13. Calls do not pass it again.
         w2_bias: (E, K).
@@ -95,6 +96,15 @@ class ResidentExperts(nn.Module):
         self.num_experts: int = w2.shape[0]
         self.slots = min(slots, self.num_experts)
         self._bank: Bank | None = None
+        # calls outside of inference_mode write into what is made here, too
+        with torch.inference_mode(False), torch.no_grad():
+            self._make(given, like, layer)
+        self.w13, self.w2 = [self._handle(role, like[role], layer) for role in ("w13", "w2")]
+
+    def _make(
+        self, given: Mapping[str, Tensor | None], like: Mapping[str, Tensor], layer: Layer
+    ) -> None:
+        """Bring all tensors to where they are to lie."""
         if self.slots == self.num_experts:
             rows = {name: _on(self.device, t) for name, t in given.items() if t is not None}
             for name, tensor in rows.items():
@@ -103,15 +113,14 @@ class ResidentExperts(nn.Module):
                 self.register_parameter(f"_{name}", parameter)
             self.rows: Mapping[str, Tensor] = rows
         else:
-            products = w13.shape[1:].numel() + w2.shape[1:].numel()
-            self._bank = Bank(layer, self.slots, self.device, products)
+            products = [tensor.shape[1:].numel() for tensor in like.values()]
+            self._bank = Bank(layer, self.slots, self.device, sum(products))
             self.rows = {
                 name: _rebuilt(tensor, weight)
                 for (name, tensor), weight in zip(given.items(), self._bank.in_host, strict=True)
                 if tensor is not None
             }
         self.name = name_resident(self._bank)
-        self.w13, self.w2 = [self._handle(role, like[role], layer) for role in ("w13", "w2")]
 
     def _handle(self, role: str, like: Tensor, layer: Layer) -> ResidentWeight:
         if self._bank is None:
@@ -289,7 +298,8 @@ def _on(device: torch.device, tensor: Tensor) -> Tensor:
     """A copy on a device, or memory for it where there is nothing to copy."""
     if tensor.is_meta:
         return torch.empty_like(tensor, device=device)
-    return tensor.detach().to(device)
+    moved = tensor.detach().to(device)
+    return moved.clone() if moved.is_inference() else moved
 
 
 def _rebuilt(like: Tensor, weight: Any) -> Tensor:

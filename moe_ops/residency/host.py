@@ -23,7 +23,7 @@ class HostMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        whole = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
+        whole = torch.empty(num_bytes + _PAGE, dtype=torch.uint8, device="cpu")
         begin = -whole.data_ptr() % _PAGE
         self.data: Tensor = whole[begin : begin + num_bytes]
         self.pinned = device.type == "cuda" and self._pin(whole.data_ptr() + begin, device)

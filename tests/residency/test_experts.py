@@ -337,6 +337,23 @@ def test_rows_that_are_filled_later():
 
 
 @pytest.mark.parametrize("slots", [6, 8])
+def test_experts_are_made_under_any_defaults(slots):
+    """Other default devices and dtypes, and inference_mode, outside of which calls are made."""
+    case = small()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            experts = experts_of(case, slots)
+    finally:
+        torch.set_default_dtype(before)
+    expected = moe_ops.fused_experts(*case.args, **case.options)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(run(case, experts), expected)
+
+
+@pytest.mark.parametrize("slots", [6, 8])
 def test_experts_stay_where_they_are(slots):
     case = small()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), experts_of(case, slots))

@@ -41,9 +41,10 @@ class Table(NamedTuple):
 
 def empty_placement(E: int, S: int) -> Tensor:
     """Where no expert is in a slot: slot_of, expert_of and order one after the other, (E + 2 S,)
-    int32.
+    int32, on the CPU.
     """
-    return torch.cat([torch.full((E + S,), -1), torch.arange(S)]).to(torch.int32)
+    order = torch.arange(S, dtype=torch.int32, device="cpu")
+    return torch.cat([order.new_full((E + S,), -1), order])
 
 
 def table_of(placement: Tensor, E: int, S: int) -> Table:
