@@ -57,12 +57,12 @@ class Layer(NamedTuple):
         return found | {name: bias for name, bias in biases.items() if bias is not None}
 
     def replaced(self, tensors: dict[str, Tensor], device: torch.device) -> Layer:
-        """The same of other tensors; what all experts share is moved to the device."""
+        """The same of other tensors, and copies on the device of what all experts share."""
 
         def weight(role: str, old: Weight) -> Weight:
             new: list[Any] = [tensors.get(f"{role}.{name}") for name in _TENSORS]
-            if new[-1] is None and old.activation_scale is not None:  # shared
-                new[-1] = old.activation_scale.to(device)
+            if new[-1] is None and old.activation_scale is not None:
+                new[-1] = copy_on(device, old.activation_scale)
             return Weight._make([*new, old.scheme, old.layout])
 
         biases = tensors.get("w13_bias"), tensors.get("w2_bias")
@@ -79,6 +79,12 @@ class Layer(NamedTuple):
             **{"a13_scale": w13.activation_scale, "a2_scale": w2.activation_scale},
             **{"w13_bias": self.w13_bias, "w2_bias": self.w2_bias, "expert_map": expert_map},
         }
+
+
+def copy_on(device: torch.device, tensor: Tensor) -> Tensor:
+    """A copy on a device; of a meta tensor memory that is to be filled."""
+    copy = torch.empty_like(tensor, device=device)
+    return copy if tensor.is_meta else copy.copy_(tensor)
 
 
 def _is_shared(name: str, tensor: Tensor) -> bool:
@@ -119,7 +125,7 @@ class Bank:
         self._empty = empty_placement(E, S).to(device)
         self._placement = self._empty.clone()
         self.table = table_of(self._placement, E, S)
-        in_slots = layer.replaced(self.slots.tensors, device)
+        self._layer_in_slots = in_slots = layer.replaced(self.slots.tensors, device)
         self.hidden_size: int = in_slots.w2.data.shape[1]  # K
         self._in_slots = in_slots.arguments(self.table.served)
         self._in_host = self.in_host.arguments(None)
@@ -135,9 +141,16 @@ class Bank:
         self._last_stream: Any = None  # of the last call outside of captures
 
     def forget(self) -> None:
-        """Let all slots be empty: what they hold may differ from the host's rows."""
+        """Let all slots be empty: what they hold may differ from the host's rows. What all
+        experts share is copied anew.
+        """
         with self._lock:
             self._placement.copy_(self._empty)
+            for role in ("w13", "w2"):
+                weights = getattr(self._layer_in_slots, role), getattr(self.in_host, role)
+                to, source = [weight.activation_scale for weight in weights]
+                if to is not None:
+                    to.copy_(source)
 
     def run(self, args: ResidentArgs, backend: Backend) -> None:
         """As `Resident` says. On a CPU plain torch reads experts in slots if there are as many as

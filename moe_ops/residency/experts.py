@@ -106,7 +106,7 @@ class ResidentExperts(nn.Module):
     ) -> None:
         """Bring all tensors to where they are to lie."""
         if self.slots == self.num_experts:
-            rows = {name: _on(self.device, t) for name, t in given.items() if t is not None}
+            rows = {name: _moved(self.device, t) for name, t in given.items() if t is not None}
             for name, tensor in rows.items():
                 # a parameter, which CUDA graphs of torch.compile read where it lies
                 rows[name] = parameter = nn.Parameter(tensor, requires_grad=False)
@@ -294,8 +294,8 @@ def _check(given: Mapping[str, Tensor | None], layer: Layer) -> None:
             )
 
 
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """A copy on a device, or memory for it where there is nothing to copy."""
+def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor on a device; of a meta tensor memory that is to be filled."""
     if tensor.is_meta:
         return torch.empty_like(tensor, device=device)
     moved = tensor.detach().to(device)

@@ -324,12 +324,16 @@ def test_copies_have_slots_of_their_own(scheme, how):
     assert moe_ops.residency_stats(other).misses > 0
 
 
-def test_rows_that_are_filled_later():
-    case = small("mxfp4_w4a16")
+@pytest.mark.parametrize("scheme", ["", "mxfp4_w4a16", "fp8_tensor_static"])
+@pytest.mark.parametrize("slots", [6, 8])
+def test_rows_that_are_filled_later(scheme, slots):
+    case = small(scheme, bias=False)
     w13, w2 = case.args[1:3]
-    experts = moe_ops.ResidentExperts(w13.to("meta"), w2.to("meta"), slots=6, device=case.device)
+    on_meta = w13.to("meta"), w2.to("meta")
+    experts = moe_ops.ResidentExperts(*on_meta, slots=slots, device=case.device)
     experts.rows["w13"].copy_(w13)
     experts.rows["w2"].copy_(w2)
+    experts.forget()
     expected = moe_ops.fused_experts(*case.args)
     assert torch.equal(
         moe_ops.fused_experts(case.args[0], experts.w13, experts.w2, *case.args[3:]), expected
