@@ -98,7 +98,8 @@ def placed(a: AnyArgs, E: int, config: LayerConfig, gpu: Gpu, unsorted: bool = F
     if a.options.slots:
         E = a.num_experts
     pairs, unsorted = M * top_k, unsorted or direct
-    blocks = pairs if unsorted else num_blocks_of(pairs, E, block_m)
+    at_hand = min(E, a.options.slots or E)
+    blocks = pairs if unsorted else num_blocks_of(pairs, at_hand, block_m)
     routing = route_pairs(a.index_workspace, a.topk_ids, a.expert_map, E, blocks, direct)
     sort = None if unsorted else sort_into(block_m, pairs, E, config.sort_chunk)
     return Placed(routing, sort, [], M, M, pairs, weights_on_input(a))

@@ -21,7 +21,6 @@ from moe_ops.kernels.residency.table import (
     enter_by_torch,
     table_of,
 )
-from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs, ResidentArgs
 from moe_ops.ops.backend import Backend
 from moe_ops.ops.call import Weight
@@ -210,9 +209,12 @@ class Bank:
         if 2 * a.topk_ids.numel() * self.products_of_pair >= lost:
             yield from self._stream(a)
             return
-        for i in range(cdiv(min(a.topk_ids.numel(), self.num_experts), self.num_slots)):
-            self._bring(a.topk_ids if i == 0 else None)
-            yield a
+        left, ids = min(a.topk_ids.numel(), self.num_experts), a.topk_ids
+        for first in range(0, left, self.num_slots):
+            self._bring(ids if first == 0 else None)
+            # at most so many experts: fewer blocks of rows, whose programs would find no work
+            slots = min(self.num_slots, left - first)
+            yield a._replace(options=a.options._replace(slots=slots))
 
     def _stream(self, a: ExpertsArgs) -> Iterator[ExpertsArgs]:
         """The arguments of passes over all experts in their order. Those of a pass are copied to

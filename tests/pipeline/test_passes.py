@@ -158,7 +158,7 @@ def test_router_weights_on_the_input(scheme):
 
 @HERE
 def test_tiles_are_those_of_the_whole_layer():
-    tiles = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "NUM_STAGES", "E", "S", "num_blocks")
+    tiles = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "NUM_STAGES", "E", "S")
     one, two = [
         {
             (one.kernel.name, name): one.named().get(name)

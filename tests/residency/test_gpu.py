@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops.choose import mixed as choose
 from moe_ops.residency import bank, host
 from moe_ops.schemes import SCHEMES
 from tests.support.cases import BF16, Case, poisoned_memory
@@ -104,6 +105,23 @@ def test_replays_follow_new_routing(scheme, M, monkeypatch):
     else:
         assert (hits, misses) == (lru.hits, lru.misses)
     assert came == misses * experts.expert_bytes
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "fp8_w8a16:channel", "mxfp4_w4a16"])
+@pytest.mark.parametrize("flops", [0, bank.FLOPS_OF_BYTE])
+def test_bits_of_many_rows(scheme, flops, monkeypatch):
+    """Products of rows without padding (mixed_gemm/sm90_packed.py), in passes of both kinds."""
+    monkeypatch.setattr(choose, "many_rows", lambda *_: True)
+    monkeypatch.setattr(bank, "FLOPS_OF_BYTE", flops)
+    first = case_of(scheme)
+    experts = experts_of(first, slots=6)
+    for seed, M in enumerate((300, 3, 900)):
+        case = case_of(scheme, M, seed)
+        case.args[1:3] = first.args[1:3]
+        for options in ({}, {"max_workspace_bytes": 1 << 20}):
+            with poisoned_memory():
+                out = run(case, experts, **options)
+            assert torch.equal(out, plain(case, **options)), M
 
 
 def test_prompts_leave_a_true_table(monkeypatch):

@@ -7,7 +7,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.backends.triton.products import MixedLayer, sm90_mma, sm90_packed, sm90_wgmma
+from moe_ops.backends.triton.products import (
+    MixedLayer,
+    run_packed_in_passes,
+    sm90_mma,
+    sm90_packed,
+    sm90_wgmma,
+)
 from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels import launch
@@ -15,6 +21,7 @@ from moe_ops.kernels.activation import activated
 from moe_ops.kernels.configs import (
     GEMV,
     SM90_MMA,
+    SM90_PACKED,
     SM90_WGMMA,
     LayerConfig,
 )
@@ -53,10 +60,12 @@ def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
     if passes is None:
         return _layer(a, w13, w2, sizes).launch(a)
 
-    def products(part: ExpertsArgs) -> GatheredProducts:
-        return _layer(part, *_weights(part, gpu), sizes, whole=False).products(part)
+    def layer_of(part: ExpertsArgs) -> MixedLayer:
+        return _layer(part, *_weights(part, gpu), sizes, whole=False)
 
-    run_in_passes(a, passes, products, gpu)
+    if layer_of(a).config.kernel == SM90_PACKED:
+        return run_packed_in_passes(a, passes, layer_of, gpu)
+    run_in_passes(a, passes, lambda part: layer_of(part).products(part), gpu)
 
 
 def _layer(
@@ -64,7 +73,7 @@ def _layer(
     w13: MixedOperand,
     w2: MixedOperand,
     layer: LayerSizes,
-    whole: bool = True,  # kernels of whole layers may run, and those of rows without padding
+    whole: bool = True,  # kernels of whole layers may run
 ) -> MixedLayer:
     """How a call runs, or a part of it."""
     activation, rounding = activated(a.options.activation), rounding_of(a.scheme)
@@ -116,7 +125,9 @@ def runs_packed(
     """Whether the kernels of mixed_gemm/sm90_packed.py can run a layer."""
     if not configs.on_sm90(a.hidden_states.get_device()) or rounding is not None:
         return False
-    if a.layout or a.options.exchange or a.options.router_weight_on_input or w2.E >= MAX_EXPERTS:
+    if a.layout or a.options.exchange or a.options.router_weight_on_input:
+        return False
+    if a.num_experts >= MAX_EXPERTS:
         return False
     if (a.workspace13.data_ptr() | a.workspace2.data_ptr()) % 16:  # TMA reads rows there
         return False
@@ -135,7 +146,7 @@ def _config(
 ) -> LayerConfig:
     """The config of a layer, by the number of tokens."""
     wgmma = one_token = False
-    many = whole and choose.many_rows(layer, w2.format.bits)
+    many = choose.many_rows(layer, w2.format.bits)
     many = many and runs_packed(a, w13, w2, rounding)
     token = None
     if whole and layer.pairs == layer.top_k and rounding is None:

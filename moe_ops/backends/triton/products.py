@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated
@@ -18,9 +19,9 @@ from moe_ops.kernels.configs import GEMV, SM90_MMA, SM90_PACKED, SM90_WGMMA, Lay
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.mixed_gemm import configs, gemv, packed, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand
-from moe_ops.kernels.place.layout import index_parts
+from moe_ops.kernels.place.layout import Layout, index_parts
 from moe_ops.kernels.place.place import place
-from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, sorted_rows
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, Routing, sorted_rows
 from moe_ops.kernels.place.sort import group_blocks
 from moe_ops.kernels.rows.combine import combine_rows
 from moe_ops.kernels.rows.emulated import Hidden, decode_x, round_h, round_x
@@ -37,6 +38,7 @@ from moe_ops.ops.args import ExpertsArgs
 from moe_ops.pipeline.gathered import (
     AnyArgs,
     GatheredProducts,
+    Passes,
     num_blocks_of,
     parts_of,
     placed,
@@ -178,25 +180,81 @@ class MixedLayer(NamedTuple):
         """All launches by mixed_gemm/sm90_packed.py, whose products read rows that are sorted
         without padding.
         """
-        w13, w2, activation, _, _, gpu, _ = self
-        ids, x = a.topk_ids, a.hidden_states
-        (M, top_k), E, K, I = ids.shape, w2.E, w2.N, w2.K  # noqa: E741
-        S, multiply = M * top_k, sm90_packed().multiply
+        rows = PackedRows.of(a, a.expert_map, self.w2.E, self.w2.K, self.gpu)
+        return [
+            *rows.placed,
+            rows.blocks(None, self.gpu),
+            rows.moved(a, self.gpu),
+            *rows.products(self),
+            rows.summed(a),
+        ]
+
+
+class PackedRows(NamedTuple):
+    """The S rows of a call in the order of experts, for products of mixed_gemm/sm90_packed.py."""
+
+    placed: list[Launch]
+    layout: Layout
+    routing: Routing
+    x: Tensor  # (S, K), then y
+    h: Tensor  # (S, I)
+
+    @classmethod
+    def of(
+        cls,
+        a: ExpertsArgs,
+        expert_map: Tensor | None,
+        E: int,
+        I: int,  # noqa: E741
+        gpu: Gpu,
+    ) -> PackedRows:
+        """Those of a call in its workspaces. `expert_map`: to the E experts that rows are of."""
+        S, K, dtype = a.topk_ids.numel(), a.out.shape[1], a.hidden_states.dtype
         # workspace2 holds the counts of experts, then rows of x, then y
         counts = flat(a.workspace2, torch.int32, S * K)
-        rows = flat(a.workspace2, x.dtype, S * K)[: S * K].view(S, K)
-        h = flat(a.workspace13, x.dtype, S * I)[: S * I].view(S, I)
-        launches, layout = place(ids, a.expert_map, a.index_workspace, E, S, 1, gpu, counts)
+        x = flat(a.workspace2, dtype, S * K)[: S * K].view(S, K)
+        h = flat(a.workspace13, dtype, S * I)[: S * I].view(S, I)
+        placed, layout = place(a.topk_ids, expert_map, a.index_workspace, E, S, 1, gpu, counts)
         blocks = num_blocks_of(S, E + 1, packed.BLOCK_M)  # rows of no expert are one more
         routing = sorted_rows(a.index_workspace[index_parts(S, E).counts :], E, blocks)
+        return cls(placed, layout, routing, x, h)
+
+    def blocks(self, expert_map: Tensor | None, gpu: Gpu) -> Launch:
+        """Write the blocks: of a pass, whose experts alone a map (E,) names, or of all."""
+        S, ends = self.x.shape[0], self.layout.groups
+        return group_blocks(self.routing, ends, S, 0, packed.BLOCK_M, gpu, expert_map)
+
+    def moved(self, a: ExpertsArgs, gpu: Gpu) -> Launch:
+        """Move rows of tokens to their experts."""
+        return scatter(a.hidden_states, Operand(self.x), self.layout, a.topk_ids.shape[1], gpu)
+
+    def products(self, layer: MixedLayer) -> list[Launch]:
+        """Both products of the rows that blocks are of. y is where x of these rows was."""
+        multiply, x, h, routing = sm90_packed().multiply, self.x, self.h, self.routing
         return [
-            *launches,
-            group_blocks(routing, layout.groups, S, 0, packed.BLOCK_M, gpu),
-            scatter(x, Operand(rows), layout, top_k, gpu),
-            multiply(h, rows, w13, routing, False, activation=activation),
-            multiply(rows, h, w2, routing, False),
-            combine_rows(a.out, rows, a.topk_weights, layout, top_k),
+            multiply(h, x, layer.w13, routing, False, activation=layer.activated),
+            multiply(x, h, layer.w2, routing, False),
         ]
+
+    def summed(self, a: ExpertsArgs) -> Launch:
+        """For each token the sum of its rows of y, times router weights."""
+        return combine_rows(a.out, self.x, a.topk_weights, self.layout, a.topk_ids.shape[1])
+
+
+def run_packed_in_passes(
+    a: ExpertsArgs, passes: Passes, layer_of: Callable[[ExpertsArgs], MixedLayer], gpu: Gpu
+) -> None:
+    """As `run_in_passes`, by mixed_gemm/sm90_packed.py: rows of all experts are placed at once,
+    and each pass multiplies those of its own.
+    """
+    device = a.hidden_states.get_device()
+    for part in parts_of(a):
+        rows = PackedRows.of(part, None, a.num_experts, layer_of(part).w2.K, gpu)
+        launch.run([*rows.placed, rows.moved(part, gpu)], device, gpu)
+        for one in passes(part):
+            blocks = rows.blocks(one.expert_map, gpu)
+            launch.run([blocks, *rows.products(layer_of(one))], device, gpu)
+        launch.run([rows.summed(part)], device, gpu)
 
 
 def unrounded(a: AnyArgs, dtype: torch.dtype, rows: int, I: int) -> Hidden:  # noqa: E741

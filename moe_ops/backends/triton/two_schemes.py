@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton import mixed
-from moe_ops.backends.triton.products import MixedLayer, sm90_wgmma, unrounded
+from moe_ops.backends.triton.products import (
+    MixedLayer,
+    run_packed_in_passes,
+    sm90_wgmma,
+    unrounded,
+)
 from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import ROWS_OF_ANY_BATCH, LayerSizes
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import activated
-from moe_ops.kernels.configs import SM90_WGMMA, LayerConfig, sort_chunk
+from moe_ops.kernels.configs import SM90_PACKED, SM90_WGMMA, LayerConfig, sort_chunk
 from moe_ops.kernels.gemm import sm80_mma as plain_mma
 from moe_ops.kernels.gemm.operands import Weight, bias_of, scaling_of, weight_of
 from moe_ops.kernels.launch import Gpu
@@ -46,6 +51,14 @@ def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
     gpu = launch.gpu(a.hidden_states.get_device())
     w13, w2 = _weights(a, gpu)
     config = _config(a, w13, w2, gpu, passes is None)
+    if passes is not None and config.kernel == SM90_PACKED:
+
+        def layer_of(part: ExpertsArgs) -> MixedLayer:
+            first, second = _weights(part, gpu)
+            assert isinstance(first, MixedOperand) and isinstance(second, MixedOperand)
+            return _narrow(part, first, second, config, gpu, pairs)
+
+        return run_packed_in_passes(a, passes, layer_of, gpu)
     if passes is not None:
         return run_in_passes(a, passes, lambda part: _products(part, config, gpu, pairs), gpu)
     if isinstance(w13, MixedOperand) and isinstance(w2, MixedOperand):
@@ -141,7 +154,7 @@ def _config(
     w13: AnyWeight,
     w2: AnyWeight,
     gpu: Gpu,
-    whole: bool,  # kernels of whole layers may run, and those of rows without padding
+    whole: bool,  # kernels of whole layers may run
 ) -> LayerConfig:
     """The config of a layer, by the number of tokens."""
     (M, top_k), E, K = a.topk_ids.shape, a.num_experts, a.out.shape[1]
@@ -156,7 +169,7 @@ def _config(
         if whole and M == 1 and gemv.why_not_one(w13) is gemv.why_not_one(w2) is None:
             return choose.gemv_of_two_formats(layer, bits)
         most = max(bits)  # products in fewer bits are faster by others for some more rows
-        if whole and choose.many_rows(layer, most) and mixed.runs_packed(a, w13, w2, None):
+        if choose.many_rows(layer, most) and mixed.runs_packed(a, w13, w2, None):
             return choose.MANY_ROWS
         wgmma, direct = mixed.runs_wgmma(a, w13, w2, dtype, None), M == 1
         direct = direct and not wgmma

@@ -30,11 +30,11 @@ from moe_ops.kernels.place.routing import Routing
 
 @triton.jit
 def write_blocks(
-    index_ptr, group, groups, base, first, count, used, num_blocks,
+    index_ptr, group, groups, expert, base, first, count, used, num_blocks,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the blocks of one of `groups` groups, from slot `base` on, and this program's share of
-    the unused slots.
+    """Write the blocks of one of `groups` groups, which are of an expert, from slot `base` on, and
+    this program's share of the unused slots.
     """
     lane = tl.arange(0, CHUNK)
     if group == 0:
@@ -45,7 +45,7 @@ def write_blocks(
     for start in range(0, mine, CHUNK):
         i = start + lane
         slot = index_ptr + 4 * (base + i)
-        tl.store(slot, group + tl.zeros_like(i), mask=i < mine)
+        tl.store(slot, expert + tl.zeros_like(i), mask=i < mine)
         tl.store(slot + 1, first + i * BLOCK_M, mask=i < mine)
         tl.store(slot + 2, first + count + tl.zeros_like(i), mask=i < mine)
     for start in range(used + group * CHUNK, num_blocks, groups * CHUNK):
@@ -91,7 +91,9 @@ def sort_expert(
     first = tl.sum(tl.where(group < expert, counts, 0))
     count = tl.sum(tl.where(group == expert, counts, 0))
     used = tl.sum(blocks)
-    write_blocks(index_ptr, expert, E, base, first, count, used, num_blocks, BLOCK_M, CHUNK)
+    write_blocks(
+        index_ptr, expert, E, expert, base, first, count, used, num_blocks, BLOCK_M, CHUNK
+    )  # fmt: skip
     if count > 0:
         row = index_ptr + 4 * num_blocks + first
         for start in range(0, S, CHUNK):
@@ -178,6 +180,7 @@ def block_e(num_experts: int) -> int:
 class GroupBlocks:
     index: Pointer  # written
     sizes: Pointer  # (E,) rows of each group, or cumulative end rows
+    map: Pointer  # (E,) the expert of each group, or -1: no blocks; None: the group's number
     S: Runtime
     T: Runtime
     E: Runtime
@@ -194,6 +197,7 @@ class GroupBlocks:
 def moe_ops_group_blocks(
     index_ptr,
     sizes_ptr,
+    map_ptr,
     S,
     T,
     E,
@@ -223,26 +227,40 @@ def moe_ops_group_blocks(
         first = tl.minimum(tl.maximum(first, 0), S)
         end = tl.minimum(tl.maximum(end, 0), S)
         counts = tl.where(group <= E, tl.maximum(end - first, 0), 0)
+    expert = program
+    if map_ptr is not None:
+        mapped = tl.load(map_ptr + group, mask=group < E, other=-1)
+        counts = tl.where(mapped >= 0, counts, 0)
+        expert = tl.sum(tl.where(group == program, mapped, 0))
     blocks = tl.cdiv(counts, BLOCK_M)
     base = tl.sum(tl.where(group < program, blocks, 0))
     row = tl.sum(tl.where(group == program, first, 0))
     count = tl.sum(tl.where(group == program, counts, 0))
     used = tl.sum(blocks)
     write_blocks(
-        index_ptr, program, tl.num_programs(0), base, row, count, used, num_blocks, BLOCK_M, CHUNK
-    )
+        index_ptr, program, tl.num_programs(0), expert, base, row, count, used, num_blocks,
+        BLOCK_M, CHUNK,
+    )  # fmt: skip
 
 
 def group_blocks(
-    routing: Routing, sizes: Tensor, S: int, T: int, block_m: int, gpu: Gpu
+    routing: Routing,
+    sizes: Tensor,
+    S: int,
+    T: int,
+    block_m: int,
+    gpu: Gpu,
+    expert_map: Tensor | None = None,  # (E,) int32
 ) -> Launch:
     """Write the blocks of sorted rows. If T > 0, rows are batches of T, and `sizes` holds their
-    counts. Otherwise `sizes` holds end rows, and the rows past the last one are one more group.
+    counts. Otherwise `sizes` holds end rows, and the rows past the last one are one more group. Of
+    groups with an `expert_map` those alone have blocks that it names an expert for.
     """
     E = routing.E
     args = GroupBlocks(
         index=routing.index,
         sizes=sizes,
+        map=expert_map,
         S=S,
         T=T,
         E=E,

@@ -89,6 +89,22 @@ def test_workspaces_hold_what_kernels_read(scheme, options, sizes):
             assert first.grid[0] == named["num_blocks"]  # N and K are one tile
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_passes_place_rows_once(chunks):
+    """Each pass writes its blocks, whose experts are slots, and multiplies them."""
+    case = Case("cpu", BF16, "int4_w4a16:g32", "silu", **SIZES | {"M": 60, "E": 16})
+    experts = moe_ops.ResidentExperts(*case.args[1:3], slots=7, device="cpu")
+    resident = Case("cpu", BF16, "int4_w4a16:g32", "silu", **SIZES | {"M": 60, "E": 16})
+    resident.args[1:3] = experts.w13, experts.w2
+    options = {} if chunks == 1 else {"max_workspace_bytes": 150000}
+    with mock.patch.object(choose, "many_rows", lambda *_: True):
+        found = [one.kernel.name for one in launches_of(resident, **options)]
+    bring = ["moe_ops_admit_experts", "moe_ops_fetch_experts"]
+    one_pass = [*bring, "moe_ops_group_blocks", PRODUCT, PRODUCT]
+    placed = ["moe_ops_count_pairs", "moe_ops_place_pairs", "moe_ops_scatter"]
+    assert found == [*placed, *one_pass * 3, "moe_ops_combine_rows"] * chunks
+
+
 @pytest.mark.parametrize(
     "of, options",
     [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import SMALLEST_BLOCK_M, block_bound
-from moe_ops.kernels.place.routing import route_pairs
+from moe_ops.kernels.place.routing import route_pairs, sorted_rows
 
 triton = pytest.importorskip("triton")
 
@@ -78,3 +78,37 @@ def test_block_bound_holds_for_the_worst_routing(rows, groups, block_m):
     worst = singles + max(0, rows - singles) // block_m if singles else 0
     bound = block_bound(rows, groups, block_m)
     assert worst <= bound <= block_bound(rows, groups, SMALLEST_BLOCK_M)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
+)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_blocks_of_groups_that_a_map_names(device, data):
+    """Rows of other groups, and those past the last one, have none."""
+    from moe_ops.kernels.place import sort
+
+    E, block_m = data.draw(st.integers(1, 20)), data.draw(st.sampled_from([16, 32]))
+    counts = data.draw(st.lists(st.integers(0, 70), min_size=E, max_size=E))
+    named = data.draw(st.lists(st.integers(-1, 40), min_size=E, max_size=E))
+    ends = torch.tensor(counts).cumsum(0)
+    S = int(ends[-1]) + data.draw(st.integers(0, 9))
+    blocks = block_bound(S, E + 1, block_m)
+    index = poisoned((4 * blocks + 8,), torch.int32, torch.device(device))
+    gpu = launch.gpu(index.get_device())._replace(pdl=False)
+    maps = torch.tensor(named, dtype=torch.int32, device=device)
+    rows = ends.to(torch.int32).to(device)
+    routing = sorted_rows(index, E, blocks)
+    one = sort.group_blocks(routing, rows, S, 0, block_m, gpu, maps)
+    launch.run([one], index.get_device(), gpu)
+    expected = [
+        (named[e], row, int(ends[e]))
+        for e in range(E)
+        if named[e] >= 0
+        for row in range(int(ends[e]) - counts[e], int(ends[e]), block_m)
+    ]
+    table = index[: 4 * blocks].view(blocks, 4)[:, :3].tolist()
+    assert [tuple(row) for row in table[: len(expected)]] == expected
+    assert all(row == [-1, 0, 0] for row in table[len(expected) :])
+    assert (index[4 * blocks :] == GARBAGE).all()
