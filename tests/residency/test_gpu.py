@@ -46,18 +46,23 @@ def refused(scheme: str) -> bool:
     return desc.group.is_tensor or desc.global_scale
 
 
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not refused(s) and ":min" not in s])
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_bits_of_every_scheme(scheme, batch_invariant):
-    """One token, few, more pairs than slots, and prompts of few passes and of many."""
-    options = {"batch_invariant": batch_invariant}
+INVARIANT = ("", "fp8_block", "int4_w4a16:g128")
+
+
+@pytest.mark.parametrize(
+    "scheme, options",
+    [(scheme, {}) for scheme in SCHEMES if not refused(scheme)]
+    + [(scheme, {"batch_invariant": True}) for scheme in INVARIANT],
+)
+def test_bits_of_every_scheme(scheme, options):
+    """One token, few, and more pairs than slots."""
     first = case_of(scheme, bias=True)
     try:
         plain(first, **options)
     except ValueError as error:
         pytest.skip(str(error))
     experts = experts_of(first, slots=8)
-    for seed, M in enumerate((1, 2, 5, 1, 40, 3, 600, 2)):
+    for seed, M in enumerate((1, 5, 1, 40, 2)):
         case = case_of(scheme, M, seed)
         case.args[1:3] = first.args[1:3]
         case.options |= {k: v for k, v in first.options.items() if k.endswith("_bias")}
