@@ -1,4 +1,4 @@
-"""What this machine can run, and why not the rest: ``python -m moe_ops.info``.
+"""What runs on this machine, and why the rest does not: ``python -m moe_ops.info``.
 
     python -m moe_ops.info [--json]
     python -m moe_ops.info --explain E K I TOP_K SCHEME [--dtype bfloat16] [--activation silu]

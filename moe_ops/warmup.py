@@ -65,7 +65,7 @@ class WarmupReport:
 
     @property
     def seconds(self) -> float:
-        """Of all calls together."""
+        """Sum over all calls."""
         return sum([call.seconds for layer in self.layers for call in layer.calls])
 
     def __str__(self) -> str:

@@ -363,7 +363,7 @@ class FusedStep(Step):
 
     @functools.cached_property
     def spare(self) -> int:
-        """Multiprocessors that products leave to kernels that copy or sum rows beside them."""
+        """Multiprocessors that products leave to concurrent kernels, which copy or sum rows."""
         of = self.products.spare
         return 0 if of is None else of(self.device, self.S, self.N)
 

@@ -467,7 +467,7 @@ def straight_through(
 
 
 def over_rows(compute: Callable[[slice], list[Tensor]], h: Tensor) -> list[Tensor]:
-    """What `compute` gives of rows of h, for all of them; on a CPU of a few at a time."""
+    """`compute` applied to all rows of h; on a CPU to a few at a time."""
     S, step = h.shape[0], max(1, ELEMENTS_AT_ONCE // max(1, h.shape[1]))
     if h.device.type != "cpu" or step >= S:
         return compute(slice(None))

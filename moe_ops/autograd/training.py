@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
 
     @property
     def matrices(self) -> list[Tensor]:
-        """Those of the adapters."""
+        """Matrices of the adapters."""
         return [t for one in self.adapters if one is not None for t in (one.a, one.b)]
 
 

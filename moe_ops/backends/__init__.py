@@ -39,6 +39,6 @@ def list_backends() -> tuple[str, ...]:
 
 
 def distributions() -> tuple[str, ...]:
-    """What pip calls the libraries of all backends."""
+    """Distributions (names for pip) of the libraries of all backends."""
     names = [b.library.distribution for b in BACKENDS if b.library.distribution]
     return tuple(dict.fromkeys(names))

@@ -1,1 +1,1 @@
-"""What a machine gains: one expert layer of a model, beside what people would use instead."""
+"""The speed of one expert layer of a model on a machine, beside the alternatives."""

@@ -1,4 +1,4 @@
-"""What was measured, as a table and as a plot."""
+"""Measurements as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Result:
         return min(others) / us if others and us else None
 
     def busy(self) -> str | None:
-        """What says that something else ran meanwhile; None where nothing does."""
+        """Evidence that something else ran meanwhile, else None."""
         signs = []
         load = self.machine["load"] if self.machine["device"] == "cpu" else 0.0
         if load > MOST_LOAD:

@@ -60,7 +60,7 @@ class BuildError(RuntimeError):
 
 
 class Toolchain(NamedTuple):
-    """What builds: the compiler and CUTLASS's headers."""
+    """The toolchain: the compiler and CUTLASS's headers."""
 
     nvcc: list[str]  # the command
     nvcc_version: tuple[int, int]

@@ -18,7 +18,7 @@ _IDS = (torch.int32, torch.int64)
 
 
 class Bits(NamedTuple):
-    """Of a stored element of each operand; 8 of those that are not quantized."""
+    """Bits of a stored element of each operand; 8 for those that are not quantized."""
 
     w13: int  # or of the single weight of grouped_linear
     w2: int

@@ -15,37 +15,37 @@ from moe_ops.meta.scales import unpacked_size
 
 
 def experts(a: Any, bits: Bits) -> int:
-    """Of `<backend>_experts`: M * top_k pairs through both products."""
+    """FLOPs of `<backend>_experts`: both products for M * top_k pairs."""
     M, K = a.out  # hidden_states that arrive packed have fewer columns
     return 2 * M * a.topk_ids[1] * K * (a.w13[1] + unpacked_size(a.w2[2], bits.w2))
 
 
 def batched_experts(a: Any, bits: Bits) -> int:
-    """Of `<backend>_batched_experts`: E * T rows through both products."""
+    """FLOPs of `<backend>_batched_experts`: both products for E * T rows."""
     E, T, K = a.out
     return 2 * E * T * K * (a.w13[1] + unpacked_size(a.w2[2], bits.w2))
 
 
 def grouped_linear(a: Any, bits: Bits) -> int:
-    """Of `<backend>_grouped_linear`."""
+    """FLOPs of `<backend>_grouped_linear`."""
     K = unpacked_size(a.weight[2], bits.w13)
     return 2 * a.x[0] * K * a.weight[1]
 
 
 def grouped_mm(x: tuple, weight: tuple, *_: Any, out_shape: tuple, **__: Any) -> int:
-    """Of `grouped_mm`, forward or backward: the weight may be transposed."""
+    """FLOPs of `grouped_mm`, forward or backward: the weight may be transposed."""
     return 2 * x[0] * x[1] * out_shape[1]
 
 
 def grouped_outer(a: tuple, b: tuple, *_: Any, **__: Any) -> int:
-    """Of `grouped_outer`, the gradient of weights."""
+    """FLOPs of `grouped_outer`, the gradient of weights."""
     return 2 * a[0] * a[1] * b[1]
 
 
 def experts_forward(
     x: tuple, w13: tuple, w2: tuple, _: tuple, ids: tuple, *__: Any, **k: Any
 ) -> int:
-    """Of `experts_forward`: M * top_k pairs through both products."""
+    """FLOPs of `experts_forward`: both products for M * top_k pairs."""
     return 2 * x[0] * ids[1] * x[1] * (w13[1] + _columns_of_w2(x, w13, w2))
 
 
@@ -61,8 +61,8 @@ def experts_backward(
     *rest: Any,
     **__: Any,
 ) -> int:
-    """Of `experts_backward`: the products that the needed gradients take, and the first of the
-    forward pass where it is computed again.
+    """FLOPs of `experts_backward`: the products that the needed gradients take, and the first of
+    the forward pass where it is computed again.
     """
     needs_x, needs_w13, needs_w2, needs_weights, needs_b13, _ = rest[-1]
     through_w2 = needs_x or needs_w13 or needs_weights or needs_b13
@@ -73,7 +73,7 @@ def experts_backward(
 
 
 def lora_experts_forward(x: tuple, *rest: Any, **k: Any) -> int:
-    """Of `lora_experts_forward`: those of `experts_forward`, and of the products through ranks."""
+    """FLOPs of `lora_experts_forward`: those of `experts_forward`, plus the low-rank products."""
     a13, b13, a2, b2 = rest[9:13]
     of_pair = sum([t[1] * t[2] for t in (a13, b13, a2, b2) if t is not None])
     return experts_forward(x, *rest[:9], **k) + 2 * x[0] * rest[3][1] * of_pair
@@ -82,7 +82,7 @@ def lora_experts_forward(x: tuple, *rest: Any, **k: Any) -> int:
 def lora_experts_backward(
     grad: tuple, h: tuple, u: tuple, index: tuple, *rest: Any, **k: Any
 ) -> int:
-    """Of `lora_experts_backward`: those of `experts_backward`, and the products through ranks.
+    """FLOPs of `lora_experts_backward`: those of `experts_backward`, plus the low-rank products.
     Where an adapter is trained, two outer products follow; rows of the rank are computed again
     for that of w2.
     """
@@ -117,5 +117,5 @@ def route_tokens(
     *_: Any,
     **__: Any,
 ) -> int:
-    """Of `route_tokens`: the router's matrix product."""
+    """FLOPs of `route_tokens`: the router's matrix product."""
     return 2 * logits[0] * logits[1] * hidden_states[1]

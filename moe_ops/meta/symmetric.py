@@ -27,7 +27,7 @@ _ALIGNMENT = 128  # bytes: a cache line, of which each region begins one
 
 
 class SymmetricLayout(NamedTuple):
-    """Of one kind of exchange. All ranks of a group must have it alike."""
+    """Layout of the buffers of one kind of exchange, equal on all ranks of a group."""
 
     group_size: int  # R
     max_num_tokens: int  # T
@@ -46,7 +46,7 @@ class SymmetricLayout(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Of the rows of one rank."""
+        """Blocks of the rows of one rank."""
         return cdiv(self.max_num_tokens, self.block_rows)
 
     @property
@@ -56,7 +56,7 @@ class SymmetricLayout(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Of both sets."""
+        """Slots of both sets."""
         return 2 * (self.group_size - 1)
 
     @property
@@ -72,7 +72,7 @@ class SymmetricLayout(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer of one rank."""
+        """Bytes of the buffer of one rank."""
         return self.rows_start + self.slots * self.max_num_tokens * self.pitch
 
 

@@ -35,7 +35,7 @@ class ExpertsLoRA(nn.Module):
             self.register_parameter(f"b{suffix}", nn.Parameter(b))
 
     def adapter(self) -> LoRA:
-        """What `fused_experts` takes."""
+        """The `LoRA` that `fused_experts` takes."""
         return LoRA(self.a13, self.b13, self.a2, self.b2, self.scale)
 
     def extra_repr(self) -> str:

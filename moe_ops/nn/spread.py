@@ -26,7 +26,7 @@ NO_GROUP: Any = object()
 
 
 class Spread(NamedTuple):
-    """What one device holds of a layer, and what sends its tokens."""
+    """The share of a layer that one device holds, and the dispatcher of its tokens."""
 
     settings: dict[str, Any]  # keyword arguments of MoELayer
     dispatcher: Dispatcher | None
@@ -99,12 +99,12 @@ def spread_of(
 
 
 def label_of(name: str, num_experts: int) -> str:
-    """What errors of communication call a layer."""
+    """Name of a layer in errors of communication."""
     return f"MoELayer {name}" if name else f"a MoELayer of {num_experts} experts"
 
 
 class SpreadLayer(Protocol):
-    """What is asked of a MoELayer, which imports this module."""
+    """The attributes of a MoELayer, which imports this module, that are used here."""
 
     experts: Experts
     dispatcher: Dispatcher | None
@@ -165,7 +165,7 @@ def send_tokens(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: T
 
 
 def combine_outputs(layer: SpreadLayer, out: Tensor, x: Tensor, sent: Sent) -> Tensor:
-    """What this device's experts returned for `Sent` -> the outputs (M, H) of its own tokens x."""
+    """Outputs of this device's experts for `Sent` -> the outputs (M, H) of its own tokens x."""
     if layer.dispatcher is None:
         return out
     if sent.added:
@@ -262,7 +262,7 @@ def _first_slots(config: MoEConfig) -> ReplicatedPlacement:
 
 
 def _common_fields(config: MoEConfig, options: dict[str, Any]) -> dict[str, object]:
-    """What all ranks of a dispatcher must have alike, by name."""
+    """Fields that must be equal on all ranks of a dispatcher, by name."""
     fields: dict[str, object] = {}
     for part in (config, config.parallel):
         for field in dataclasses.fields(part):

@@ -134,7 +134,7 @@ class BatchedExpertsArgs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden_states' values."""
+        """Dtype of the values of hidden_states."""
         return self.out.dtype
 
 

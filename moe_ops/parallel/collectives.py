@@ -17,7 +17,7 @@ from moe_ops.numerics.sums import add_by_tree
 
 
 class Ranks(NamedTuple):
-    """What the collectives of a dispatcher are told."""
+    """The group of a dispatcher, and how its collectives add."""
 
     group: str
     size: int
@@ -28,7 +28,7 @@ class Ranks(NamedTuple):
 
 
 class AllGather(torch.autograd.Function):
-    """Of each tensor (T, ...) the rows of all ranks, (R * T, ...), sent together."""
+    """Rows of all ranks, (R * T, ...), for each tensor (T, ...); all are sent together."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -130,7 +130,7 @@ def _summed(ranks: Ranks, rows: Tensor, start: Callable[[Any, Tensor], Tensor]) 
 
 
 def _exchange(ranks: Ranks, start: Callable[[Any], list[Tensor]]) -> list[Tensor]:
-    """What a functional collective returns, once it is there.
+    """The result of a functional collective, awaited.
 
     Raises:
         RuntimeError: naming the layer, where the others did not take part. NCCL has no such error:

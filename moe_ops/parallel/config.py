@@ -28,13 +28,13 @@ class _Fields(TypedDict, total=False):
 
 
 class _Options(_Fields, total=False):
-    """What `make` takes beside sizes and ranks."""
+    """Options of `make` in addition to sizes and ranks."""
 
     enable_expert_parallel: bool
 
 
 def _sent_by(*backends: str) -> property:
-    """Of a ParallelConfig: whether tokens travel, by a dispatcher of one of these names."""
+    """Property of a ParallelConfig: tokens travel by a dispatcher of one of these names."""
     return property(lambda self: self.use_all2all_kernels and self.all2all_backend in backends)
 
 

@@ -23,7 +23,7 @@ _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, None)
 
 @dataclass(frozen=True)
 class _Dispatcher:
-    """What all dispatchers here are told, and what they check."""
+    """Fields and checks that all dispatchers share."""
 
     name: ClassVar[str]
     all_to_all: ClassVar[bool] = False

@@ -77,7 +77,7 @@ class ReplicatedPlacement:
         return self.slots[rank]
 
     def replicas(self) -> list[list[int]]:
-        """Of each expert its physical ids, ascending."""
+        """Physical ids of each expert, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for physical, expert in enumerate(e for rank in self.slots for e in rank):
             found[expert].append(physical)

@@ -1,4 +1,4 @@
-"""What the kernels of `kernels/comm/push` do, on CPUs: the same buffers, epochs and order of sums,
+"""The kernels of `kernels/comm/push` for CPUs: the same buffers, epochs and order of sums,
 in plain torch, with flags after rows of all kinds. For processes of one host; meant for tests,
 not for speed.
 

@@ -34,7 +34,7 @@ _SPINS_A_SECOND = 2_000_000
 
 
 class Exchange(NamedTuple):
-    """What the operators of a dispatcher are told."""
+    """The arguments of a dispatcher's operators, which exchanges carry in their names."""
 
     group: str
     size: int
@@ -111,7 +111,7 @@ def _gather(
 def _gathered(
     x: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None, *told: Any
 ) -> list[Tensor]:
-    """What `_gather` writes."""
+    """Buffers that `_gather` writes."""
     exchange = Exchange(*told)
     rows = exchange.size * exchange.max_num_tokens
     outs = [x.new_empty(rows, x.shape[1])]

@@ -113,7 +113,7 @@ def _has_kernel(desc: QuantDesc) -> bool:
 
 
 def _buffers(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-    """What the kernel writes: q (M, K), and scales or largest magnitudes (M, groups)."""
+    """Outputs of the kernel: q (M, K), and scales or largest magnitudes (M, groups)."""
     desc = get_scheme(scheme).activation
     assert desc is not None
     M, K = x.shape

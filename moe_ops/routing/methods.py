@@ -88,7 +88,7 @@ def check_method_takes(name: str, top_k: int, method: RoutingMethod | str) -> No
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one method does; `scoring` is applied to all logits, or to the chosen ones only."""
+    """The steps of one method; `scoring` is applied to all logits, or to the chosen ones only."""
 
     scoring: str  # one of SCORINGS, or "none"
     renormalize: bool = False

@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
     @property
     def problem(self) -> Problem:
-        """What a backend is asked about, with weights as they are."""
+        """The Problem of a case, with weights in their natural layout."""
         K, I = self.sizes  # noqa: E741
         return Problem(
             kind="experts",
@@ -94,7 +94,7 @@ class Given(NamedTuple):
 
 
 def _columns(scheme: QuantScheme) -> int:
-    """What the columns of a scheme's weights must be a multiple of."""
+    """The number of which the columns of a scheme's weights must be a multiple."""
     found = 1
     if scheme.weight is not None and scheme.weight.whole_groups:
         found = scheme.weight.group.cols

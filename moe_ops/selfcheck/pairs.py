@@ -99,7 +99,7 @@ class Pair:
         self._note(RAISED, f"{type(error).__name__}: {_first_line(error)} (at {case})")
 
     def _note(self, verdict: str, detail: str) -> None:
-        """Of several calls, the first that raised is told, else the first that differs."""
+        """The outcome of several calls: the first that raised, else the first that differs."""
         if self.verdict != RAISED and (verdict == RAISED or self.verdict != DIFFERS):
             self.verdict, self.detail = verdict, detail
 

@@ -1,4 +1,4 @@
-"""What `moe_ops.self_check` returns, and the table that it prints."""
+"""The report of `moe_ops.self_check`, and its table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What ran on a machine and what agreed; str() is a table that stands alone."""
+    """The calls that ran on a machine and their agreement; str() is a complete table."""
 
     machine: str  # the machine and the versions, in one line
     rows: tuple[Row, ...]

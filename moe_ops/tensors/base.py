@@ -203,7 +203,7 @@ class ExpertTensor(TorchAOBaseTensor):
         return rebuild_expert_tensor, (type(self).__name__, arguments, others)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for the keys of compile caches."""
+        """Key of compile caches: everything that compiled code depends on."""
         tensors, attributes = self.__tensor_flatten__()
         data = [
             (name, t.shape, t.stride(), t.storage_offset(), t.dtype, t.device)

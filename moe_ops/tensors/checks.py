@@ -1,4 +1,4 @@
-"""What weights, scales and their scheme must satisfy to become an ExpertTensor."""
+"""Checks of weights, scales and schemes before they become an ExpertTensor."""
 
 from __future__ import annotations
 

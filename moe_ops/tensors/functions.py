@@ -1,4 +1,4 @@
-"""What torch's functions and operators do with expert tensors."""
+"""torch's functions and operators on expert tensors."""
 
 from __future__ import annotations
 

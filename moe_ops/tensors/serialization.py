@@ -91,7 +91,7 @@ def flatten(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _attributes(key: str, text: str) -> dict[str, Any]:
-    """What the metadata say of a weight; ValueError, naming their key, if they are damaged."""
+    """Attributes of a weight from metadata; ValueError, naming the key, if they are damaged."""
     try:
         said = json.loads(text)
     except (ValueError, RecursionError) as error:

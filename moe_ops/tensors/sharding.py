@@ -96,7 +96,7 @@ def gathered(weight: Any) -> Tensor:
 
 
 def local_part(weight: Any) -> Tensor:
-    """What this process holds of a DTensor; any other tensor itself."""
+    """The local tensor of a DTensor; any other tensor unchanged."""
     return weight.to_local() if is_sharded(weight) else weight
 
 

@@ -240,7 +240,7 @@ def view(self: ExpertTensor, size: tuple[int, ...]) -> ExpertTensor:
 def as_strided(
     self: ExpertTensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None
 ) -> ExpertTensor:
-    """What `view` makes: FSDP2 gives what it gathered its shape so, and compilers repeat views."""
+    """As `view`: FSDP2 shapes gathered weights by it, and compilers repeat views by it."""
     if offset in (None, self.qdata.storage_offset()) and math.prod(size) == self.numel():
         viewed = view(self, size)
         if tuple(viewed.stride()) == tuple(stride):

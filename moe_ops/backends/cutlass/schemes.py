@@ -1,4 +1,4 @@
-"""What the kernels of each kind of scheme need, and where their operands are in the workspaces.
+"""Requirements of the kernels of each kind of scheme, and their operands in the workspaces.
 torch alone.
 
 There are five kinds: `PLAIN`, bf16 weights (SM90); `ROWS`, e4m3 with fp32 scales of rows and

@@ -52,7 +52,7 @@ def available() -> str | None:
 
 
 def _why_incomplete() -> str | None:
-    """What the installed wheel imports and is not there, as after pip install --no-deps."""
+    """A module that the installed wheel imports and that is missing, as after --no-deps."""
     missing = environment.missing_requirement(DISTRIBUTION)
     if missing is None:
         return None

@@ -1,4 +1,4 @@
-"""What the installed FlashInfer's fused-MoE module takes, read from its sources.
+"""The arguments of the installed FlashInfer's fused-MoE module, read from its sources.
 
 The library builds the module from these sources, so that they are what it does. They are read, not
 imported, and once: versions differ in the arguments of the module's functions, and in the order of

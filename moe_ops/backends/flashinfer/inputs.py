@@ -1,4 +1,4 @@
-"""What converts a call's tensors to the form that FlashInfer's layer reads. Imported at first
+"""Conversion of a call's tensors to the form that FlashInfer's layer reads. Imported at first
 launch only.
 
 Legend: M tokens, K hidden size, I intermediate size, N rows of w13, E local experts. No kernel

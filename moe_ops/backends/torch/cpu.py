@@ -61,7 +61,7 @@ def _is_of_these_sources(found: ctypes.CDLL) -> bool:
 
 
 def _stale() -> str:
-    """Of a library of other sources: what to do."""
+    """Remedy for a library that was built from other sources."""
     script = _LIBRARY.parents[1] / "hatch_build.py"
     remedy = f"run python {script}" if script.is_file() else "install this version again"
     return f"it was built from other sources than these; {remedy}"

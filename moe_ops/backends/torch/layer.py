@@ -163,7 +163,7 @@ def _groups(desc: QuantDesc) -> int:
 
 
 class Form(NamedTuple):
-    """What calls that differ in values, addresses and M have in common."""
+    """Everything that calls share which differ only in values, addresses and M."""
 
     experts: Experts
     address: int  # of experts
@@ -217,7 +217,7 @@ def _most_pairs_of_bf16(E: int) -> int:
 
 
 class _Facts(NamedTuple):
-    """Of a weight."""
+    """Facts of a weight."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -352,7 +352,7 @@ def shortcut(a: ExpertsArgs) -> Shortcut | None:
 
 
 def _scales(a: ExpertsArgs) -> tuple[Any, ...]:
-    """And biases."""
+    """The scales and biases of a call."""
     return tuple(a)[_FIRST_SCALE:_MAP]
 
 

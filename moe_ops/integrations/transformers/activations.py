@@ -1,4 +1,4 @@
-"""What transformers' experts modules compute, read from the modules themselves.
+"""The computation of transformers' experts modules, read from the modules themselves.
 
 Dimensions: M tokens, H hidden size, I intermediate size, E local experts, top_k experts per token.
 """
@@ -183,7 +183,7 @@ def backend_of(module: HfModule) -> str:
 
 
 def options_of(module: HfModule) -> dict[str, Any]:
-    """What attach() chose for the calls of `fused_experts` of this module."""
+    """The options that attach() set for this module's calls of `fused_experts`."""
     return {name: getattr(module, PREFIX + name, value) for name, value in OPTIONS.items()}
 
 

@@ -273,7 +273,7 @@ class Assignment:
                 raise ValueError(self._no_tensor(name, {found: module}))
 
     def _no_tensor(self, target: str, unclaimed: dict[str, str]) -> str:
-        """What a parameter without tensors is refused with."""
+        """The error for a parameter without tensors."""
         owner = target.rpartition(".")[0] + "."
         found = next((t for t, name in unclaimed.items() if name.startswith(owner)), None)
         if found is None:

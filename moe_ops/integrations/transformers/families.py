@@ -28,7 +28,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Router:
-    """What a router computes, in the words of `moe_ops.route`.
+    """The formula of a router, in the words of `moe_ops.route`.
 
     Dtypes are "float32", or that of the "input" or of the "weight".
     """
@@ -84,7 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = _DATA["families"]
 
 
 def _of_classes(what: str) -> dict[str, Any]:
-    """What all families say of their classes in one field, by class."""
+    """One field of all families, by class."""
     return {name: said for row in FAMILIES.values() for name, said in row.get(what, {}).items()}
 
 

@@ -29,7 +29,7 @@ UNCHECKED = "backend chosen when first called"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one MoE layer runs."""
+    """The result for one MoE layer."""
 
     name: str  # module name in the model
     family: str  # class of the module
@@ -47,7 +47,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class AttachReport:
-    """What `attach` did; str() has one line for each layer."""
+    """The result of `attach`; str() has one line for each layer."""
 
     layers: tuple[LayerReport, ...]
     quantized: str = ""  # the scheme that `quantize` gave the experts, and why if it chose it

@@ -39,7 +39,7 @@ model = transformers.{cls}.from_pretrained("path/to/this/folder")
 
 
 def card(model: PreTrainedModel) -> str:
-    """What to say of a model; empty where it has no quantized experts."""
+    """Text on a model's quantized experts; empty if it has none."""
     weights = map(sharding.local_part, model.parameters())
     schemes = dict.fromkeys(w.scheme for w in weights if isinstance(w, ExpertTensor) and w.scheme)
     if not schemes:

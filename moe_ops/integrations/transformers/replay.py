@@ -259,7 +259,7 @@ def _replay(
     *more: Any,
     **named: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the router returns of recorded experts."""
+    """The router's output for recorded experts."""
     rule = rule_of(router, module, hidden_states, *more, *named.values())
     if rule is None:
         raise ValueError(

@@ -188,7 +188,7 @@ def _served(router: Router, rule: Rule, module: HfModule, linear: HfModule, x: T
 
 @dataclass(frozen=True)
 class RouterReport:
-    """What one router runs."""
+    """The result for one router."""
 
     name: str  # module name in the model
     family: str  # class of the module
@@ -202,7 +202,7 @@ class RouterReport:
 
 @dataclass(frozen=True)
 class RoutersReport:
-    """What `fuse_routers` did; str() has one line for each router."""
+    """The result of `fuse_routers`; str() has one line for each router."""
 
     routers: tuple[RouterReport, ...]
 

@@ -1,4 +1,4 @@
-"""What moe_ops.warmup runs of a transformers model: its MoE blocks, routers included."""
+"""The layers of a transformers model for moe_ops.warmup: its MoE blocks with their routers."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def decoding_of(of: Format) -> Decoding:
 
 
 def scales_of_rows(w: MixedOperand) -> ScalesOfRows:
-    """Those of a weight."""
+    """The arguments of a weight."""
     of = w.format
     return ScalesOfRows(of.group if of.scale == "block" else 1, w.strides.w_factor_stride_n > 0)
 

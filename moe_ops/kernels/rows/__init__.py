@@ -1,1 +1,1 @@
-"""What is done to rows around products: they are moved, quantized or rounded, and combined."""
+"""Kernels for the rows around products: move, quantize or round, activate, combine."""

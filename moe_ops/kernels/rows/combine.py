@@ -177,7 +177,7 @@ ONE_BLOCK = ExpertBlocks(None, 0, 0, 0, 1)
 
 
 def expert_blocks(a: ExpertsArgs) -> ExpertBlocks:
-    """Those of a call."""
+    """The ExpertBlocks of a call."""
     if a.num_blocks == 1:
         return ONE_BLOCK
     stride_m, stride_k = a.topk_ids.stride()

@@ -35,7 +35,7 @@ GROUP_SCALES = ("fp32", "powers", "ue8m0")
 
 
 class Blocks(NamedTuple):
-    """What rows with scales in swizzled tiles have besides."""
+    """Additional facts of rows whose scales are in swizzled tiles."""
 
     columns: int  # K or I, of which two of e2m1 share a byte
     scale_columns: int
