@@ -164,18 +164,21 @@ def run_in_passes(
     products: Callable[[ExpertsArgs], GatheredProducts],
     gpu: Gpu,
 ) -> None:
-    """Run a layer of which not all experts are at hand at a time, with the bits of one call over
-    all of them: each pass writes the rows of y of its own pairs, and one sum over all pairs
-    follows.
+    """Run a layer whose weights are not all at hand at a time. Each pass writes the rows of y of
+    its own pairs, and one sum over all pairs follows, so that the bits are those of one call over
+    all experts by the same kernels. Those of one token, and those of rows without padding, which
+    one call may take for many rows, do not run in passes.
 
     Args:
-        a: the call, with `Options.slots`.
-        passes: the arguments of each pass over the experts of `a`, or of the chunk of its tokens
-            that is given: these, but for weights of the same layout and the expert_map (E,) that
-            names their rows, -1 for experts of other passes. Each expert that ids name has one
-            pass, and ids out of range none. Kernels of the products of a pass are launched before
-            the next one is asked for.
-        products: those of a pass, with tiles that are chosen for the whole layer.
+        a: the call, with `Options.slots`, the workspaces of such a problem, weights in the layout
+            of all passes, and an expert_map (E,) of any entries. No dynamic scale is shared by all
+            rows, and no exchange adds ranks.
+        passes: for the arguments of the call, or of a chunk of its tokens, those of each pass: the
+            same but for the weights, and for the expert_map (E,), which has the row of each expert
+            in them, or -1 if another pass has it. Each expert that an id names is in one pass; ids
+            out of range are in none. A pass is asked for once the kernels of the one before are
+            launched.
+        products: the launches of a pass, in tiles that are chosen for the whole layer.
     """
     device = a.hidden_states.get_device()
     for part in parts_of(a):
