@@ -116,8 +116,7 @@ class MoeOpsQuantizer(HfQuantizer):
         """Replace the conversions of expert weights, and check the whole checkpoint's headers."""
         conversions = self._assigned.assign(weight_conversions)
         if self._device is not None:
-            assert model is not None
-            self._budget(model, self._device).check_host(loaded=False)
+            self._budget(self._assigned.model, self._device).check_host(loaded=False)
         return conversions
 
     def _budget(self, model: nn.Module, device: torch.device) -> Budget:
