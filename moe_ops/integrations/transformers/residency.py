@@ -132,8 +132,7 @@ def _link_rate(rows: Tensor, device: torch.device) -> float | None:
     """Bytes a second from host memory, of which these are rows, to a GPU; None on a CPU."""
     if device.type != "cuda":
         return None
-    storage = getattr(rows, "qdata", rows).untyped_storage()
-    host = torch.empty(0, dtype=torch.uint8).set_(storage)[:_LINK_BYTES]
+    host = getattr(rows, "qdata", rows).view(-1).view(torch.uint8)[:_LINK_BYTES]
     copy = torch.empty_like(host, device=device)
     begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     with torch.cuda.device(device):

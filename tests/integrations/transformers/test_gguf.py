@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 transformers = pytest.importorskip("transformers")
 files = pytest.importorskip("safetensors.torch")
 
-from moe_ops.integrations.transformers import MoeOpsConfig
+from moe_ops.integrations.transformers import MoeOpsConfig, residency_report
 from moe_ops.tensors import ExpertTensor
 from tests.integrations.transformers.test_families import relative
 
@@ -34,6 +34,23 @@ def load(folder, scheme=None, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=MoeOpsConfig(scheme), **options
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-Q4_0", "gpt_oss-MXFP4_MOE"])
+def test_experts_in_host_memory(name, tmp_path):
+    shutil.copy(FIXTURES / name / "model.gguf", tmp_path)
+    want = load(tmp_path)
+    experts = sum(p.nbytes for n, p in want.named_parameters() if ".experts." in n)
+    config = MoeOpsConfig(gpu_memory=want.get_memory_footprint() - experts // 3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config, dtype=torch.float32, gguf_file="model.gguf"
+    )
+    budget = residency_report(model).budget
+    assert all(
+        layer.top_k <= count < layer.num_experts
+        for layer, count in zip(budget.layers, budget.slots, strict=True)
+    )
+    assert torch.equal(logits(model), logits(want))
 
 
 def logits(model):
