@@ -200,6 +200,12 @@ class Assignment:
                 "quantization_config out to load it plain"
             )
 
+    @property
+    def quantized_to(self) -> str:
+        """The scheme that plain experts will have; "" if they stay plain, or there are none."""
+        plain = any(weight.format is None for weight in self.weights.values())
+        return self.scheme if plain and self.scheme else ""
+
     # --- tensors that belong to no parameter, and parameters without tensors --------------------
 
     def _check_plain(self, tensor: str, parameter: Tensor) -> None:

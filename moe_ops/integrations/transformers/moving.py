@@ -22,6 +22,7 @@ from moe_ops.integrations.transformers.residency import (
 from moe_ops.integrations.transformers.sizes import size_text
 from moe_ops.residency import holding
 from moe_ops.residency.experts import ResidentExperts
+from moe_ops.schemes import get_scheme
 from moe_ops.tensors import ExpertTensor
 from moe_ops.tensors.sharding import is_fsdp
 
@@ -82,6 +83,17 @@ def check(layer: Layer, loaded: bool = True) -> None:
                 f"{called} must be a plain or an ExpertTensor, got {weight.dtype} as "
                 "transformers loads it; pass quantization_config=MoeOpsConfig(gpu_memory=...)"
             )
+
+
+def check_scheme(scheme: str) -> None:
+    """Raise ValueError if experts that a plain checkpoint is quantized to cannot have slots."""
+    activation = get_scheme(scheme).activation
+    if activation is not None and (activation.group.is_tensor or activation.global_scale):
+        raise ValueError(
+            f"scheme must have no scale that all tokens share for experts in host memory, got "
+            f"{scheme!r}: a call runs in passes, each over some of the experts. Take one with a "
+            "scale of each token, such as 'fp8_channel', or with 16-bit activations"
+        )
 
 
 def move(model: nn.Module, layers: Sequence[Layer], plan: Budget) -> ResidencyReport:

@@ -116,6 +116,7 @@ class MoeOpsQuantizer(HfQuantizer):
         """Replace the conversions of expert weights, and check the whole checkpoint's headers."""
         conversions = self._assigned.assign(weight_conversions)
         if self._device is not None:
+            moving.check_scheme(self._assigned.quantized_to)
             self._budget(self._assigned.model, self._device).check_host(loaded=False)
         return conversions
 

@@ -19,6 +19,7 @@ import moe_ops.integrations.transformers as integration
 from moe_ops.integrations.transformers import budget, moving
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.budget import Budget, Demand
+from moe_ops.schemes import SCHEMES
 from tests.integrations.transformers.checkpoints import (
     E,
     gpt_oss,
@@ -512,6 +513,28 @@ def test_other_device_maps(device_map, tmp_path):
     assert from_pretrained(tmp_path, 10**9, device_map="cpu") is not None
     with pytest.raises(ValueError, match="device must be a GPU of CUDA, or the CPU, got 'xpu'"):
         integration.offload(qwen(), 10**9, device="xpu")
+
+
+def test_schemes_that_cannot_have_slots(tmp_path):
+    """All others can, as loading says before a byte is read, and as their weights say."""
+    save_plain(qwen(), tmp_path)
+    refused = []
+    for scheme in SCHEMES:
+        if not scheme or "static" in scheme:
+            continue
+        try:
+            moving.check_scheme(scheme)
+        except ValueError:
+            refused.append(scheme)
+            with pytest.raises(ValueError, match="must have no scale that all tokens share"):
+                from_pretrained(tmp_path, 10**9, scheme)
+    assert refused == ["fp8_tensor", "fp8_channel_tensor", "int8_w8a8_tensor", "nvfp4"]
+    for scheme in refused:
+        model = qwen()
+        integration.quantize(model, scheme)
+        with pytest.raises(ValueError, match="all tokens share a scale"):
+            integration.offload(model, least(model), device="cpu")
+        assert logits(model).isfinite().all()
 
 
 def test_models_that_cannot_be_offloaded():
