@@ -490,8 +490,10 @@ class Assignment:
         layer, name = self.layers[target]
         local = layer.natural_weight(name)
         dtype = local.dtype
-        if weight and weight.format is None:  # scales get that of the file's values
-            dtype = self.files.entries[weight.sources[0][0]["weight"]].dtype
+        source = weight.sources[0][0] if weight else {}
+        for role in source.keys() & {"weight", "weight_scale", "scales"}:
+            entry = self.files.entries[source[role]]  # scales get their dtype from files
+            dtype = entry.dtype if entry.dtype in FLOATS else dtype
         return quantized_bytes(scheme, local.shape, dtype) / layer.weight(name).numel()
 
 

@@ -27,13 +27,14 @@ from tests.integrations.transformers.checkpoints import (
     mixtral,
     qwen,
     replace_stacks,
+    requantize,
     save_plain,
     set_config,
 )
 from tests.integrations.transformers.test_families import build, outputs
 from tests.integrations.transformers.test_models import IDS, logits
 from tests.support.paths import ROOT
-from tests.support.writers import gpt_oss_blocks
+from tests.support.writers import WRITERS, gpt_oss_blocks
 
 CPU = torch.device("cpu")
 
@@ -257,6 +258,18 @@ def from_pretrained(folder, gpu_memory, scheme=None, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, **options
     )
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("form", WRITERS)
+def test_quantized_checkpoints_of_others(form, tmp_path):
+    """The budget before they are read is that after it: by the least that it may be."""
+    requantize(tmp_path, copy.deepcopy(WRITERS[form]), qwen())
+    want = load(tmp_path)
+    model = from_pretrained(tmp_path, least(want), dtype=torch.float32)
+    assert integration.residency_report(model).budget.slots == (2, 2)
+    assert torch.equal(logits(model), logits(want))
+    assert text(model, IDS[:1]) == text(want, IDS[:1])
 
 
 def test_gpt_oss_in_mxfp4(tmp_path):
