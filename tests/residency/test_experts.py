@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ops
 from moe_ops.ops import resident
@@ -214,6 +215,43 @@ def test_opcheck(scheme):
         run(case, experts)
     ((args, kwargs),) = seen
     opcheck(op, args, kwargs)
+
+
+def test_warmup_export_and_flops_know_the_operator():
+    case = small(bias=False)
+    experts = experts_of(case, slots=6)
+    x, w13, w2, weights, ids = case.args
+
+    def call(M):
+        return moe_ops.fused_experts(x[:M], experts.w13, experts.w2, weights[:M], ids[:M])
+
+    report = moe_ops.warmup(call, (1, 3), show_progress=False)
+    backend = moe_ops.explain(x, experts.w13, experts.w2, ids).tiers[0][1].name
+    assert [one.backends for one in report.layers[0].calls] == [(backend,)] * 2
+
+    class Layer(torch.nn.Module):
+        def forward(self, x, weights, ids):
+            return moe_ops.fused_experts(x, experts.w13, experts.w2, weights, ids)
+
+    rows = ({0: torch.export.Dim("M", max=1000)},) * 3
+    with torch.no_grad():
+        program = torch.export.export(Layer(), (x, weights, ids), dynamic_shapes=rows)
+    expected = moe_ops.fused_experts(*case.args)
+    assert torch.equal(program.module()(x, weights, ids), expected)
+    with FlopCounterMode(display=False) as ours, torch.no_grad():
+        call(3)
+    with FlopCounterMode(display=False) as plain, torch.no_grad():
+        moe_ops.fused_experts(*case.args)
+    assert ours.get_total_flops() == plain.get_total_flops() > 0
+
+
+def test_autocast_casts_tokens_alone():
+    case = small(bias=False)
+    experts = experts_of(case, slots=6)
+    x, w13, w2, weights, ids = case.args
+    with torch.autocast(case.device, BF16):
+        out = moe_ops.fused_experts(x.to(FP32), experts.w13, experts.w2, weights, ids)
+    assert torch.equal(out, moe_ops.fused_experts(x, w13, w2, weights, ids))
 
 
 def test_names_that_are_gone_are_refused():
