@@ -99,12 +99,17 @@ class Bank:
     """
 
     def __init__(
-        self, layer: Layer, slots: int, device: torch.device, products_of_pair: int
+        self,
+        layer: Layer,
+        w13: tuple[int, ...],  # E, N, K, whatever the data's shape
+        w2: tuple[int, ...],  # E, K, I
+        slots: int,
+        device: torch.device,
     ) -> None:
         tensors = layer.tensors()
-        self.device, self.products_of_pair = device, products_of_pair
-        self.num_experts: int = layer.w2.data.shape[0]
-        self.num_slots = slots
+        self.num_experts, self.hidden_size = w2[:2]
+        self.products_of_pair = w13[1] * w13[2] + w2[1] * w2[2]
+        self.num_slots, self.device = slots, device
         self.pieces = {
             name: ExpertEntry(tuple(tensor.shape[1:]), tensor.dtype)
             for name, tensor in tensors.items()
@@ -125,7 +130,6 @@ class Bank:
         self._placement = self._empty.clone()
         self.table = table_of(self._placement, E, S)
         self._layer_in_slots = in_slots = layer.replaced(self.slots.tensors, device)
-        self.hidden_size: int = in_slots.w2.data.shape[1]  # K
         self._in_slots = in_slots.arguments(self.table.served)
         self._in_host = self.in_host.arguments(None)
         begins = [

@@ -113,8 +113,8 @@ class ResidentExperts(nn.Module):
                 self.register_parameter(f"_{name}", parameter)
             self.rows: Mapping[str, Tensor] = rows
         else:
-            products = [tensor.shape[1:].numel() for tensor in like.values()]
-            self._bank = Bank(layer, self.slots, self.device, sum(products))
+            w13, w2 = [tuple(like[role].shape) for role in ("w13", "w2")]
+            self._bank = Bank(layer, w13, w2, self.slots, self.device)
             self.rows = {
                 name: _rebuilt(tensor, weight)
                 for (name, tensor), weight in zip(given.items(), self._bank.in_host, strict=True)

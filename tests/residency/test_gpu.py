@@ -16,11 +16,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-E, TOP_K, K, I = 16, 4, 256, 128  # noqa: E741
+E, TOP_K = 16, 4
+SIZES = {"E": E, "top_k": TOP_K, "K": 256, "I": 128}
 
 
 def case_of(scheme: str = "", M: int = 2, seed: int = 0, **options) -> Case:
-    return Case("cuda", BF16, scheme, M=M, E=E, top_k=TOP_K, K=K, I=I, seed=seed, **options)
+    return Case("cuda", BF16, scheme, M=M, seed=seed, **SIZES, **options)
 
 
 def experts_of(case: Case, slots: int) -> moe_ops.ResidentExperts:
@@ -72,7 +73,9 @@ def test_bits_of_every_scheme(scheme, options):
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "nvfp4_w4a16"])
-def test_bits_of_prepared_weights(scheme):
+@pytest.mark.parametrize("K", [256, 320])
+def test_bits_of_prepared_weights(scheme, K, monkeypatch):
+    monkeypatch.setitem(SIZES, "K", K)
     first = case_of(scheme)
     prepared = [moe_ops.prepare(weight, "triton") for weight in first.args[1:3]]
     experts = moe_ops.ResidentExperts(*prepared, slots=8)
