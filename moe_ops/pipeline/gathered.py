@@ -166,8 +166,8 @@ def run_in_passes(
 ) -> None:
     """Run a layer whose weights are not all at hand at a time. Each pass writes the rows of y of
     its own pairs, and one sum over all pairs follows, so that the bits are those of one call over
-    all experts by the same kernels. Those of one token, and those of rows without padding, which
-    one call may take for many rows, do not run in passes.
+    all experts by the same kernels. Kernels of whole layers, which one token takes, do not run in
+    passes.
 
     Args:
         a: the call, with `Options.slots`, the workspaces of such a problem, weights in the layout
