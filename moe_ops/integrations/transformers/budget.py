@@ -121,7 +121,7 @@ def plan(
     demands = tuple([_demand(model, layer, bytes_of) for layer in layers])
     rest, why = _rest(model, layers), ""
     if isinstance(gpu_memory, str):
-        chosen = choose(device, getattr(model, "config", None))
+        chosen = choose(device, text_config(model))
         gpu_memory, why = chosen.gpu_memory, chosen.why
     return Budget(demands, slots(demands, rest, gpu_memory), rest, gpu_memory, device, why)
 
@@ -130,13 +130,15 @@ def _demand(model: nn.Module, layer: Layer, bytes_of: Callable[[Layer, str], flo
     num_experts = layer.natural_weight(layer.weights[0]).shape[0]
     count = sum(bytes_of(layer, name) for name in layer.weights)
     count += sum(getattr(layer.owner, name).nbytes for name in layer.biases)
-    config: Any = getattr(model, "config", None)  # where a layer has none of its own
-    if hasattr(layer.owner, "config") or config is None:
-        top_k = layer.top_k
-    else:
-        top_k = config.get_text_config(decoder=True).num_experts_per_tok
-    top_k = min(top_k, num_experts)
+    config = getattr(layer.owner, "config", None) or text_config(model)
+    top_k = min(layer.top_k_in(config), num_experts)
     return Demand(layer.name, num_experts, top_k, -(-round(count) // num_experts))
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of a transformers model's language model; None for other modules."""
+    config = getattr(model, "config", None)
+    return config if config is None else config.get_text_config(decoder=True)
 
 
 def _rest(model: nn.Module, layers: Sequence[Layer]) -> int:
@@ -237,7 +239,7 @@ def choose(device: torch.device, config: Any) -> AutoBudget:
     free, total = torch.cuda.mem_get_info(device)
     # what torch holds and does not use
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    cache = cache_bytes(config, CACHE_TOKENS)
+    cache = 0 if config is None else cache_bytes(config, CACHE_TOKENS)
     room = max(_ACTIVATIONS, total // _ACTIVATIONS_SHARE)
     found = free - cache - room
     why = (
@@ -253,13 +255,12 @@ def choose(device: torch.device, config: Any) -> AutoBudget:
 
 
 def cache_bytes(config: Any, tokens: int) -> int:
-    """Bytes of a key-value cache, as the configuration of a transformers model describes it."""
-    text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    columns = 2 * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-    columns *= getattr(text, "num_key_value_heads", None) or heads
-    if getattr(text, "kv_lora_rank", None):  # keys and values are cached before they are expanded
-        columns = text.kv_lora_rank + text.qk_rope_head_dim
-    dtype = getattr(text, "dtype", None)
+    """Bytes of a key-value cache, as the configuration of a language model describes it."""
+    heads = config.num_attention_heads
+    columns = 2 * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    columns *= getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "kv_lora_rank", None):  # cached before keys and values are made of it
+        columns = config.kv_lora_rank + config.qk_rope_head_dim
+    dtype = getattr(config, "dtype", None)
     width = dtype.itemsize if isinstance(dtype, torch.dtype) else 2
-    return tokens * text.num_hidden_layers * columns * width
+    return tokens * config.num_hidden_layers * columns * width

@@ -119,12 +119,15 @@ class Layer:
 
     @property
     def top_k(self) -> int:
-        """Experts of a token, as the configuration says, which may say it layer by layer; 1 where
+        """Experts of a token, as the owner's configuration says."""
+        return self.top_k_in(self.owner.config)
+
+    def top_k_in(self, config: Any) -> int:
+        """Experts of a token, as a configuration says, which may say it layer by layer; 1 where
         it does not.
         """
-        config = self.owner.config
-        found: Any = getattr(config, "num_experts_per_tok", None)
-        found = found or getattr(config, "top_k_experts", None) or 1
+        names = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+        found: Any = next(filter(None, [getattr(config, name, None) for name in names]), 1)
         if isinstance(found, int):
             return found
         numbers = [int(part) for part in self.name.split(".") if part.isdigit()]
