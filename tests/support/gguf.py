@@ -19,9 +19,11 @@ TYPES = {  # number, elements and bytes of a block
     "Q5_1": (7, 32, 24),
     "Q8_0": (8, 32, 34),
     "Q2_K": (10, 256, 84),
+    "Q3_K": (11, 256, 110),
     "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176),
     "Q6_K": (14, 256, 210),
+    "IQ2_S": (22, 256, 82),
     "IQ4_NL": (20, 32, 18),
     "IQ4_XS": (23, 256, 136),
     "MXFP4": (39, 32, 17),
@@ -34,6 +36,8 @@ HALVES = {
     "Q5_0": (0,),
     "Q5_1": (0, 2),
     "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
@@ -91,6 +95,17 @@ def decode(name, block):
                 v = half(b, 0) * F32(code) + half(b, 2)
         elif name == "Q8_0":
             v = half(b, 0) * F32(np.int8(np.uint8(b[2 + i])))
+        elif name == "Q2_K":
+            which, quarter, place = i // 128, i % 128 // 32, i % 32
+            code, s = b[16 + 32 * which + place] >> (2 * quarter) & 3, b[i // 16]
+            v = (half(b, 80) * F32(s & 15)) * F32(code) - half(b, 82) * F32(s >> 4)
+        elif name == "Q3_K":
+            which, quarter, place, group = i // 128, i % 128 // 32, i % 32, i // 16
+            code = b[32 + 32 * which + place] >> (2 * quarter) & 3
+            code += (b[i % 32] >> (i // 32) & 1) * 4 - 4
+            scale = b[96 + group % 8] >> (4 * (group // 8)) & 15
+            scale += (b[104 + group % 4] >> (2 * (group // 4)) & 3) * 16 - 32
+            v = (half(b, 108) * F32(scale)) * F32(code)
         elif name in ("Q4_K", "Q5_K"):
             group, chunk, place = i // 32, i // 64, i % 32
             codes = b[16:] if name == "Q4_K" else b[48:]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_ops.integrations.checkpoints import reading
 from moe_ops.integrations.checkpoints.common import Config, Matrix, require, shape_of
 from moe_ops.numerics.elements import pack
-from moe_ops.schemes import ELEMENT_FORMATS
+from moe_ops.schemes import ELEMENT_FORMATS, GroupShape, QuantDesc, QuantScheme, get_scheme
 
 Parts = dict[str, Tensor]
 
@@ -76,7 +76,11 @@ BLOCKS = {
 }
 _BY_NAME = {block.name: block for block in BLOCKS.values()}
 
+# int4 in groups of 16 columns: no row of the table of schemes
+_OF_16 = QuantDesc("int4", GroupShape(1, 16), scale_dtype=None)
 SCHEMES_OF = {
+    "Q2_K": get_scheme(QuantScheme("with minima", replace(_OF_16, minimum=True), None)).name,
+    "Q3_K": get_scheme(QuantScheme("without", _OF_16, None)).name,
     "Q4_0": "int4_w4a16:g32",
     "Q4_1": "int4_w4a16:g32:min",
     "Q5_0": "int5_w5a16:g32",
@@ -176,6 +180,37 @@ def _q8_0(b: Tensor) -> Parts:
     return {"qdata": b[..., 2:].contiguous().view(torch.int8), "scale": _half(b, 0)}
 
 
+def _two_bits(b: Tensor) -> Tensor:
+    """(..., 256) codes of bytes (..., 64): bits 2 t of 32 bytes are quarter t of a half."""
+    return ((b.unflatten(-1, (2, 1, 32)) >> _pairs(b)) & 3).flatten(-3)
+
+
+def _pairs(b: Tensor) -> Tensor:
+    """(4, 1): where each pair of bits of a byte begins."""
+    return torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device=b.device)
+
+
+def _q2_k(b: Tensor) -> Parts:
+    """s[16] | q[64] | d dmin: (d lo(s)) u - dmin hi(s), groups of 16."""
+    return {
+        "qdata": _packed(_two_bits(b[..., 16:80]), "int4"),
+        "scale": _half(b, 80).float() * (b[..., :16] & 15),
+        "zero_point": -(_half(b, 82).float() * (b[..., :16] >> 4)),
+    }
+
+
+def _q3_k(b: Tensor) -> Parts:
+    """h[32] | q[64] | s[12] | d: d (s - 32) (u - 4), groups of 16. Bit 2 of element e is bit
+    e >> 5 of h[e & 31]; s of group g is half g >> 3 of s[g & 7], and bits 2 (g >> 2) of
+    s[8 + (g & 3)].
+    """
+    high = _bits(b[..., :32]).unflatten(-1, (32, 8)).mT.flatten(-2)
+    codes = _two_bits(b[..., 32:96]) | (high << 2)
+    above = ((b[..., None, 104:108] >> _pairs(b)) & 3).flatten(-2)
+    scales = (_halves(b[..., 96:104]) | (above << 4)).float() - 32
+    return {"qdata": _packed(codes + 4, "int4"), "scale": _half(b, 108).float() * scales}
+
+
 def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 scales and minima (..., 8) of groups of 32: d dmin | s[12], six bits each, times d and
     -dmin.
@@ -213,9 +248,7 @@ def _q6_k(b: Tensor) -> Parts:
     """
     low = b[..., :128].unflatten(-1, (2, 64))
     low = torch.cat((low & 15, low >> 4), -1)
-    places = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device=b.device)
-    high = (b[..., 128:192].unflatten(-1, (2, 1, 32)) >> places) & 3
-    codes = (low | (high.flatten(-2) << 4)).flatten(-2)
+    codes = low.flatten(-2) | (_two_bits(b[..., 128:192]) << 4)
     scale = _half(b, 208).float() * b[..., 192:208].contiguous().view(torch.int8)
     return {"qdata": _packed(codes, "int6"), "scale": scale}
 
@@ -230,8 +263,7 @@ def _iq4_xs(b: Tensor) -> Parts:
     bits 2 g of h above them.
     """
     low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
-    places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=b.device)
-    high = ((b[..., 2:4, None] >> places) & 3).flatten(-2)
+    high = ((b[..., 2:4, None] >> _pairs(b).flatten()) & 3).flatten(-2)
     scale = _half(b, 0).float() * ((low | (high << 4)).float() - 32)
     codes = _halves(b[..., 8:].unflatten(-1, (8, 16))).flatten(-2)
     return {"qdata": _packed(codes, "iq4"), "scale": scale}
@@ -258,6 +290,8 @@ _DECODERS: dict[str, Callable[[Tensor], Parts]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,

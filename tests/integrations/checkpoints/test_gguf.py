@@ -174,11 +174,11 @@ def test_refused(fields, tensors, options, message, tmp_path):
 
 
 def test_type_without_a_scheme_is_refused_where_it_is_read(tmp_path):
-    size = E * N * K // 256 * 84
-    tensors = replaced(experts("Q4_0"), kind="Q2_K", content=bytes(size))
+    size = E * N * K // 256 * 82
+    tensors = replaced(experts("Q4_0"), kind="IQ2_S", content=bytes(size))
     path = gguf.write(tmp_path / "model.gguf", FIELDS, tensors)
     assert read(path, "ffn_down_exps").shape == (E, N, K)
-    with pytest.raises(ValueError, match=r"ffn_up_exps.weight in .*model.gguf must .*got Q2_K"):
+    with pytest.raises(ValueError, match=r"ffn_up_exps.weight in .*model.gguf must .*got IQ2_S"):
         read(path, "ffn_up_exps")
 
 
