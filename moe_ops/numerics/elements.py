@@ -7,12 +7,10 @@ A floating-point code is sign, exponent, mantissa from the highest bit down; int
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.schemes import ElementFormat
-
-# of eight codes of 5 bits in five bytes: the byte in which each begins, and the bit there
-_PLACES_OF_5 = [divmod(5 * i, 8) for i in range(8)]
 
 
 def encode(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> Tensor:
@@ -55,9 +53,7 @@ def pack(codes: Tensor, fmt: ElementFormat) -> Tensor:
         low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
         return low | (high << 4)
     if fmt.bits == 5:
-        places = 5 * torch.arange(8, device=codes.device)
-        words = (codes.unflatten(-1, (-1, 8)).to(torch.int64) << places).sum(-1, keepdim=True)
-        return (words >> 8 * torch.arange(5, device=codes.device)).to(torch.uint8).flatten(-2)
+        return pack_words(codes.contiguous().view(torch.int64), 5)
     a, b, c, d = codes.unflatten(-1, (-1, 4)).unbind(-1)
     parts = (a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2))
     return torch.stack(parts, -1).flatten(-2)
@@ -70,13 +66,39 @@ def unpack(q: Tensor, fmt: ElementFormat) -> Tensor:
     if fmt.bits == 4:
         return torch.stack((q & 15, q >> 4), -1).flatten(-2)
     if fmt.bits == 5:
-        b = q.unflatten(-1, (-1, 5)).to(torch.int16)
-        b = torch.cat((b, b[..., -1:]), -1)  # of the last code nothing is beyond its byte
-        found = [(b[..., i] | (b[..., i + 1] << 8)) >> s & 31 for i, s in _PLACES_OF_5]
-        return torch.stack([code.to(torch.uint8) for code in found], -1).flatten(-2)
+        return unpack_words(q, 5).view(torch.uint8)
     a, b, c = q.unflatten(-1, (-1, 3)).unbind(-1)
     parts = (a & 63, (a >> 6) | ((b & 15) << 2), (b >> 4) | ((c & 3) << 4), c >> 2)
     return torch.stack(parts, -1).flatten(-2)
+
+
+def pack_words(words: Tensor, bits: int) -> Tensor:
+    """(..., n) int64 words of eight codes, one a byte, to (..., n * bits) bytes: neighbours move
+    together by pairs, fours and eights, in all words at once.
+    """
+    for lane, width, low in _steps(bits):
+        words = (words & low) | ((words >> (lane - width)) & (low << width))
+    if bits == 4:  # half of each word, little endian
+        return words.view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
+    return words.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
+
+
+def unpack_words(q: Tensor, bits: int) -> Tensor:
+    """The inverse of ``pack_words``."""
+    codes = q.unflatten(-1, (-1, bits))
+    words = F.pad(codes, (0, 8 - bits)).contiguous().view(torch.int64).squeeze(-1)
+    for lane, width, low in reversed(_steps(bits)):
+        words = (words & low) | ((words & (low << width)) << (lane - width))
+    return words
+
+
+def _steps(bits: int) -> list[tuple[int, int, int]]:
+    """Of each step (bits of a lane, bits of it that are used, the lower of all pairs of lanes)."""
+    steps = []
+    for lane, width in ((8, bits), (16, 2 * bits), (32, 4 * bits)):
+        low = sum(((1 << width) - 1) << at for at in range(0, 64, 2 * lane))
+        steps.append((lane, width, low))
+    return steps
 
 
 def _encode_integer(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None) -> Tensor:

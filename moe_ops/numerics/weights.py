@@ -172,7 +172,9 @@ def _scales(
         scale, zero_point = scaling.with_zero_point(low, high, desc, dtype)
         stored = _squeeze(zero_point, desc).to(desc.storage_dtype)
         return Scales(_squeeze(scale, desc), stored), scale.to(torch.float32), zero_point
-    scale = scaling.one_where_zero(scaling.weight_steps(amax, desc).to(dtype))
+    scale = scaling.weight_steps(amax, desc).to(dtype)
+    if not desc.format.levels:  # of which none may be 0: their zeros are those of the scale
+        scale = scaling.one_where_zero(scale)
     return Scales(_squeeze(scale, desc)), scale.to(torch.float32), None
 
 

@@ -29,7 +29,8 @@ STORED = [
     if n.startswith(("int", "nvfp4_")) or n == "mxfp8" or "w4a16" in n or "w6" in n
 ]
 ACTIVATIONS = [name for name in WEIGHTS if SCHEMES[name].activation is not None]
-SMALL = [f.name for f in ELEMENT_FORMATS.values() if f.is_float and f.storage == torch.uint8]
+SMALL = [f.name for f in ELEMENT_FORMATS.values() if f.mantissa and f.storage == torch.uint8]
+STEPS = {"int4": 15, "int5": 31, "int6": 63, "int8": 255}  # between the ends of integers
 
 
 def sample(*shape, dtype=torch.float32, seed=0):
@@ -68,7 +69,30 @@ def test_rounding_between_codes(name):
         assert torch.equal(unpack(encode(-x, fmt), fmt), want + 2 ** (fmt.bits - 1))
 
 
-@pytest.mark.parametrize("name", [*SMALL, "int4"])
+@pytest.mark.parametrize("name", oracle.LEVELS)
+def test_every_level_and_rounding_between_two(name):
+    """To the lower one of two that are as near, and beyond the ends to these."""
+    fmt = ELEMENT_FORMATS[name]
+    values = torch.tensor(oracle.code_values(name), dtype=torch.float32)
+    codes = torch.arange(16, dtype=torch.uint8)
+    assert torch.equal(decode(pack(codes, fmt), fmt), values)
+    assert fmt.max == values.max()
+
+    def rounded(x):
+        return decode(encode(x, fmt), fmt)
+
+    ordered = values.sort().values
+    assert torch.equal(rounded(values), values)
+    middle = (ordered[1:] + ordered[:-1]) / 2
+    middle = torch.cat((middle, middle[-1:]))  # a whole number of bytes
+    above = torch.nextafter(middle, torch.tensor(math.inf))
+    assert torch.equal(rounded(middle)[:-1], ordered[:-1])
+    assert torch.equal(rounded(above)[:-1], ordered[1:])
+    ends = rounded(torch.tensor([-1e30, 1e30, -math.inf, math.inf]))
+    assert torch.equal(ends, ordered[[0, 15, 0, 15]])
+
+
+@pytest.mark.parametrize("name", [*SMALL, *oracle.LEVELS, "int4", "int5", "int6"])
 def test_packing(name):
     fmt = ELEMENT_FORMATS[name]
     codes = torch.randint(0, 2**fmt.bits, (3, 5, 24), dtype=torch.uint8)
@@ -115,9 +139,12 @@ def expected(weight: torch.Tensor, scheme: str, stored: torch.Tensor) -> Scales:
     dtype = torch.float32 if scheme.startswith("int8_w8a8") else weight.dtype
     if scheme.endswith(":min"):
         span = w.amax(-1) - w.amin(-1)
-        return Scales((span / (255 if fmt == "int8" else 15)).to(dtype), w.amin(-1).to(dtype))
+        return Scales((span / STEPS[fmt]).to(dtype), w.amin(-1).to(dtype))
+    if fmt in oracle.LEVELS:
+        largest = max(oracle.code_values(fmt))
+        return Scales((amax / largest).to(dtype if fmt == "iq4" else torch.float32))
     if not scheme.endswith(":zp"):
-        return Scales((amax / (127.5 if fmt == "int8" else 7.5)).to(dtype))
+        return Scales((amax / (STEPS[fmt] / 2)).to(dtype))
     low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
     scale = ((high - low) / (255 if fmt == "int8" else 15)).to(dtype)
     first, last = (-128, 127) if fmt == "int8" else (0, 15)
@@ -172,11 +199,15 @@ def check_error(weight, values, scheme, qdata, scales):
     fmt = oracle.weight_format(scheme)
     one = encode(torch.ones(weight.shape), ELEMENT_FORMATS[fmt])
     unit = oracle.dequantized(one, scales.scale, scheme.removesuffix(":min"), None, *scales[2:])
+    if fmt in oracle.LEVELS:
+        quotient = (weight.float() * (1 / unit.float())).double()
+        assert ((values / unit - oracle.nearest(quotient, fmt)).abs() < 1e-4).all()
+        return
     if not fmt.startswith("int"):
         quotient = (weight / unit.float().double()).float().double()
         assert ((values / unit - oracle.nearest(quotient, fmt)).abs() < 1e-6).all()
         return
-    code = qdata.long() if fmt == "int8" else oracle.codes(qdata, 4)
+    code = qdata.long() if fmt == "int8" else oracle.codes(qdata, int(fmt[3:]))
     if scheme == "int4_w4a8":  # codes are the nearest, and then their products are rounded
         nearest = (code - 8) * unit
         assert ((values - nearest).abs() <= nearest.abs() / 16).all()

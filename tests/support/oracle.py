@@ -143,7 +143,11 @@ def activation(v: Tensor, name: str, alpha=None, beta=None, limit=None) -> Tenso
 
 
 def nearest(x: Tensor, fmt: str) -> Tensor:
-    """Nearest value of a number format, ties to even, saturating."""
+    """Nearest value of a number format, ties to even, saturating; of levels ties to the lower."""
+    if fmt in LEVELS:
+        levels = torch.tensor(sorted(code_values(fmt)), dtype=torch.float64)
+        above = x.double().unsqueeze(-1) > ((levels[1:] + levels[:-1]) / 2).float().double()
+        return levels[above.sum(-1)]
     if fmt == "int8":
         return torch.round(x).clamp(-128, 127)
     exponents, mantissa, largest = FORMATS[fmt]

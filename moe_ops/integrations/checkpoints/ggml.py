@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moe_ops.integrations.checkpoints import reading
 from moe_ops.integrations.checkpoints.common import Config, Matrix, require, shape_of
-from moe_ops.numerics.elements import pack
-from moe_ops.schemes import ELEMENT_FORMATS, GroupShape, QuantDesc, QuantScheme, get_scheme
+from moe_ops.numerics.elements import pack_words
+from moe_ops.schemes import GroupShape, QuantDesc, QuantScheme, get_scheme
 
 Parts = dict[str, Tensor]
 
@@ -137,78 +137,36 @@ def _half(blocks: Tensor, begin: int) -> Tensor:
     return blocks[..., begin : begin + 2].contiguous().view(torch.float16)
 
 
-def _halves(b: Tensor) -> Tensor:
+def _words(b: Tensor, begin: int, end: int) -> Tensor:
+    """Bytes of each block, eight in an int64."""
+    return b[..., begin:end].contiguous().view(torch.int64)
+
+
+def _each(byte: int) -> int:
+    """The int64 of eight times this byte, which is below 128."""
+    return byte * 0x0101010101010101
+
+
+def _halves(words: Tensor) -> Tensor:
     """lo of all bytes, then hi."""
-    return torch.cat((b & 15, b >> 4), -1)
+    return torch.cat((words & _each(15), (words >> 4) & _each(15)), -1)
+
+
+def _spread(words: Tensor, bits: int) -> Tensor:
+    """(..., n) words of codes of some bits -> (..., 8 / bits * n): the lowest bits of all bytes,
+    then those above.
+    """
+    places = torch.arange(0, 8, bits, device=words.device).unsqueeze(1)
+    return ((words.unsqueeze(-2) >> places) & _each(2**bits - 1)).flatten(-2)
 
 
 def _bits(b: Tensor) -> Tensor:
-    """The bits of bytes, lowest first, each in a byte."""
-    places = torch.arange(8, dtype=torch.uint8, device=b.device)
-    return ((b[..., None] >> places) & 1).flatten(-2)
+    """The bits of bytes (..., n), lowest first, each in a byte: n words."""
+    of_each = (b.to(torch.int64) * _each(1)) & _DIAGONAL
+    return ((of_each + _each(127)) >> 7) & _each(1)
 
 
-def _packed(codes: Tensor, format_name: str) -> Tensor:
-    return pack(codes, ELEMENT_FORMATS[format_name])
-
-
-def _q4_0(b: Tensor) -> Parts:
-    """d | b[16]: d (u - 8), u = lo then hi."""
-    return {"qdata": _packed(_halves(b[..., 2:]), "int4"), "scale": _half(b, 0)}
-
-
-def _q4_1(b: Tensor) -> Parts:
-    """d m | b[16]: d u + m."""
-    codes = _packed(_halves(b[..., 4:]), "int4")
-    return {"qdata": codes, "scale": _half(b, 0), "zero_point": _half(b, 2)}
-
-
-def _q5_0(b: Tensor) -> Parts:
-    """d | h[4] | b[16]: d (u - 16), the bits of h are bit 4 of u."""
-    codes = _halves(b[..., 6:]) | (_bits(b[..., 2:6]) << 4)
-    return {"qdata": _packed(codes, "int5"), "scale": _half(b, 0)}
-
-
-def _q5_1(b: Tensor) -> Parts:
-    """d m | h[4] | b[16]: d u + m."""
-    codes = _halves(b[..., 8:]) | (_bits(b[..., 4:8]) << 4)
-    return {"qdata": _packed(codes, "int5"), "scale": _half(b, 0), "zero_point": _half(b, 2)}
-
-
-def _q8_0(b: Tensor) -> Parts:
-    """d | int8[32]: d u."""
-    return {"qdata": b[..., 2:].contiguous().view(torch.int8), "scale": _half(b, 0)}
-
-
-def _two_bits(b: Tensor) -> Tensor:
-    """(..., 256) codes of bytes (..., 64): bits 2 t of 32 bytes are quarter t of a half."""
-    return ((b.unflatten(-1, (2, 1, 32)) >> _pairs(b)) & 3).flatten(-3)
-
-
-def _pairs(b: Tensor) -> Tensor:
-    """(4, 1): where each pair of bits of a byte begins."""
-    return torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device=b.device)
-
-
-def _q2_k(b: Tensor) -> Parts:
-    """s[16] | q[64] | d dmin: (d lo(s)) u - dmin hi(s), groups of 16."""
-    return {
-        "qdata": _packed(_two_bits(b[..., 16:80]), "int4"),
-        "scale": _half(b, 80).float() * (b[..., :16] & 15),
-        "zero_point": -(_half(b, 82).float() * (b[..., :16] >> 4)),
-    }
-
-
-def _q3_k(b: Tensor) -> Parts:
-    """h[32] | q[64] | s[12] | d: d (s - 32) (u - 4), groups of 16. Bit 2 of element e is bit
-    e >> 5 of h[e & 31]; s of group g is half g >> 3 of s[g & 7], and bits 2 (g >> 2) of
-    s[8 + (g & 3)].
-    """
-    high = _bits(b[..., :32]).unflatten(-1, (32, 8)).mT.flatten(-2)
-    codes = _two_bits(b[..., 32:96]) | (high << 2)
-    above = ((b[..., None, 104:108] >> _pairs(b)) & 3).flatten(-2)
-    scales = (_halves(b[..., 96:104]) | (above << 4)).float() - 32
-    return {"qdata": _packed(codes + 4, "int4"), "scale": _half(b, 108).float() * scales}
+_DIAGONAL = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 
 
 def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,41 +179,92 @@ def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
     return _half(b, 0).float() * scales, -(_half(b, 2).float() * minima)
 
 
-def _nibbles_of_64(b: Tensor) -> Tensor:
-    """(..., 256) codes of bytes (..., 128): 32 lo, then 32 hi of the same bytes."""
-    chunks = b.unflatten(-1, (4, 32))
-    return torch.stack((chunks & 15, chunks >> 4), -2).flatten(-3)
+def _of_chunks(words: Tensor, size: int) -> Tensor:
+    """lo, then hi of each ``size`` words."""
+    return _halves(words.unflatten(-1, (-1, size))).flatten(-2)
+
+
+def _q4_0(b: Tensor) -> Parts:
+    """d | b[16]: d (u - 8), u = lo then hi."""
+    return {"qdata": pack_words(_halves(_words(b, 2, 18)), 4), "scale": _half(b, 0)}
+
+
+def _q4_1(b: Tensor) -> Parts:
+    """d m | b[16]: d u + m."""
+    codes = pack_words(_halves(_words(b, 4, 20)), 4)
+    return {"qdata": codes, "scale": _half(b, 0), "zero_point": _half(b, 2)}
+
+
+def _q5_0(b: Tensor) -> Parts:
+    """d | h[4] | b[16]: d (u - 16), the bits of h are bit 4 of u."""
+    codes = _halves(_words(b, 6, 22)) | (_bits(b[..., 2:6]) << 4)
+    return {"qdata": pack_words(codes, 5), "scale": _half(b, 0)}
+
+
+def _q5_1(b: Tensor) -> Parts:
+    """d m | h[4] | b[16]: d u + m."""
+    codes = _halves(_words(b, 8, 24)) | (_bits(b[..., 4:8]) << 4)
+    return {"qdata": pack_words(codes, 5), "scale": _half(b, 0), "zero_point": _half(b, 2)}
+
+
+def _q8_0(b: Tensor) -> Parts:
+    """d | int8[32]: d u."""
+    return {"qdata": b[..., 2:].view(torch.int8), "scale": _half(b, 0)}
+
+
+def _q2_k(b: Tensor) -> Parts:
+    """s[16] | q[64] | d dmin: (d lo(s)) u - dmin hi(s), groups of 16. Bits 2 t of half a q are the
+    codes of quarter t of half the block.
+    """
+    codes = _spread(_words(b, 16, 80).unflatten(-1, (2, 4)), 2).flatten(-2)
+    return {
+        "qdata": pack_words(codes, 4),
+        "scale": _half(b, 80).float() * (b[..., :16] & 15),
+        "zero_point": -(_half(b, 82).float() * (b[..., :16] >> 4)),
+    }
+
+
+def _q3_k(b: Tensor) -> Parts:
+    """h[32] | q[64] | s[12] | d: d (s - 32) (u - 4), groups of 16. Bit 2 of element e is bit
+    e >> 5 of h[e & 31]; s of group g is half g >> 3 of s[g & 7], and bits 2 (g >> 2) of
+    s[8 + (g & 3)].
+    """
+    codes = _spread(_words(b, 32, 96).unflatten(-1, (2, 4)), 2).flatten(-2)
+    codes = (codes | (_spread(_words(b, 0, 32), 1) << 2)) + _each(4)
+    low, above = b[..., 96:104], b[..., 104:108]
+    low = torch.cat((low & 15, low >> 4), -1)
+    above = torch.cat([(above >> place) & 3 for place in (0, 2, 4, 6)], -1)
+    scales = (low | (above << 4)).float() - 32
+    return {"qdata": pack_words(codes, 4), "scale": _half(b, 108).float() * scales}
 
 
 def _q4_k(b: Tensor) -> Parts:
-    """d dmin | s[12] | b[128]: (d sc) u - dmin mn, groups of 32."""
+    """d dmin | s[12] | b[128]: (d sc) u - dmin mn, groups of 32; lo of 32 bytes, then hi."""
     scale, minimum = _scales_and_minima(b)
-    codes = _packed(_nibbles_of_64(b[..., 16:]), "int4")
+    codes = pack_words(_of_chunks(_words(b, 16, 144), 4), 4)
     return {"qdata": codes, "scale": scale, "zero_point": minimum}
 
 
 def _q5_k(b: Tensor) -> Parts:
     """d dmin | s[12] | h[32] | b[128]: bit 4 of element e is bit e >> 5 of h[e & 31]."""
     scale, minimum = _scales_and_minima(b)
-    high = _bits(b[..., 16:48]).unflatten(-1, (32, 8)).mT.flatten(-2)
-    codes = _nibbles_of_64(b[..., 48:]) | (high << 4)
-    return {"qdata": _packed(codes, "int5"), "scale": scale, "zero_point": minimum}
+    codes = _of_chunks(_words(b, 48, 176), 4) | (_spread(_words(b, 16, 48), 1) << 4)
+    return {"qdata": pack_words(codes, 5), "scale": scale, "zero_point": minimum}
 
 
 def _q6_k(b: Tensor) -> Parts:
-    """l[128] | h[64] | int8 s[16] | d: d s (u - 32), groups of 16. Half i and quarter t of it: low
-    bits hi or lo (t >> 1) of l[64 i + 32 (t & 1) ..], high bits 2 t of h[32 i ..].
+    """l[128] | h[64] | int8 s[16] | d: d s (u - 32), groups of 16. Low bits of half a block are
+    lo, then hi of half of l; high bits are bits 2 t of half of h.
     """
-    low = b[..., :128].unflatten(-1, (2, 64))
-    low = torch.cat((low & 15, low >> 4), -1)
-    codes = low.flatten(-2) | (_two_bits(b[..., 128:192]) << 4)
-    scale = _half(b, 208).float() * b[..., 192:208].contiguous().view(torch.int8)
-    return {"qdata": _packed(codes, "int6"), "scale": scale}
+    codes = _of_chunks(_words(b, 0, 128), 8)
+    codes = codes | (_spread(_words(b, 128, 192).unflatten(-1, (2, 4)), 2).flatten(-2) << 4)
+    scale = _half(b, 208).float() * b[..., 192:208].view(torch.int8)
+    return {"qdata": pack_words(codes, 6), "scale": scale}
 
 
 def _iq4_nl(b: Tensor) -> Parts:
     """d | b[16]: d T[u], u as in Q4_0."""
-    return {"qdata": _packed(_halves(b[..., 2:]), "iq4"), "scale": _half(b, 0)}
+    return _q4_0(b)
 
 
 def _iq4_xs(b: Tensor) -> Parts:
@@ -263,25 +272,23 @@ def _iq4_xs(b: Tensor) -> Parts:
     bits 2 g of h above them.
     """
     low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
-    high = ((b[..., 2:4, None] >> _pairs(b).flatten()) & 3).flatten(-2)
+    high = torch.stack([(b[..., 2:4] >> place) & 3 for place in (0, 2, 4, 6)], -1).flatten(-2)
     scale = _half(b, 0).float() * ((low | (high << 4)).float() - 32)
-    codes = _halves(b[..., 8:].unflatten(-1, (8, 16))).flatten(-2)
-    return {"qdata": _packed(codes, "iq4"), "scale": scale}
+    return {"qdata": pack_words(_of_chunks(_words(b, 8, 136), 2), 4), "scale": scale}
 
 
 def _mxfp4(b: Tensor) -> Parts:
     """e | b[16]: 2^(e - 127) e2m1(u), u as in Q4_0."""
-    return {"qdata": _packed(_halves(b[..., 1:]), "e2m1"), "scale": b[..., :1]}
+    return {"qdata": pack_words(_halves(_words(b, 1, 17)), 4), "scale": b[..., :1]}
 
 
 def _nvfp4(b: Tensor) -> Parts:
     """e4m3 s[4] | b[32]: s e2m1(u) of groups of 16, 8 bytes each. The sign of s counts for
     nothing, and its NaN is 0.
     """
-    codes = _halves(b[..., 4:].unflatten(-1, (4, 8))).flatten(-2)
     scale = b[..., :4] & 127
     scale = scale.masked_fill(scale == 127, 0).view(torch.float8_e4m3fn)
-    return {"qdata": _packed(codes, "e2m1"), "scale": scale}
+    return {"qdata": pack_words(_of_chunks(_words(b, 4, 36), 1), 4), "scale": scale}
 
 
 _DECODERS: dict[str, Callable[[Tensor], Parts]] = {
