@@ -44,7 +44,9 @@ class ResidentExperts(nn.Module):
         out = moe_ops.fused_experts(x, experts.w13, experts.w2, topk_weights, topk_ids)
 
     The host takes no part in it, so that calls are compiled and captured as others are, in one
-    graph for all routings and numbers of tokens; a graph needs the module to stay alive. The bits
+    graph for all routings and numbers of tokens; a graph needs the module to stay alive. Compile a
+    model as a whole: code that is compiled for each layer alone is compiled anew for each
+    (`torch._dynamo.config.recompile_limit`), since graphs hold the layer's name. The bits
     are those of the same call on weights that are all on the device. Calls with more distinct
     experts than slots bring them in several passes. Threads take turns; calls on several streams
     wait for one another, and replays of captured graphs must not overlap.
