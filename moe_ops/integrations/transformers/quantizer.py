@@ -187,9 +187,10 @@ class MoeOpsQuantizer(HfQuantizer):
             mark_quantized(model, self.quantization_config)
         else:  # they were plain beside quantized matrices, which are plain now
             self.remove_quantization_config(model)
-        attach_layers(model, {"backend": self.quantization_config.backend})
         if self._device is not None:
+            attach_layers(model)  # by what runs where the weights are now
             moving.move(model, layers, self._budget(model, self._device))
+        attach_layers(model, {"backend": self.quantization_config.backend})
         return model
 
     def get_state_dict_and_metadata(

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 import moe_ops
 import moe_ops.integrations.transformers as integration
-from moe_ops.integrations.transformers import budget, moving
+from moe_ops.integrations.transformers import budget, hook, moving, quantizer
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.budget import Budget, Demand
 from moe_ops.schemes import SCHEMES
@@ -252,6 +252,32 @@ def test_a_plain_checkpoint_stays_plain(tmp_path):
     assert getattr(model.config, "quantization_config", None) is None
     assert not hasattr(model, "hf_device_map") and not hasattr(model, "hf_quantizer")
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def test_a_named_backend_is_asked_where_the_slots_are(tmp_path, monkeypatch):
+    save_plain(qwen(), tmp_path)
+    names = []
+    asked = hook.attach_layers
+
+    def attach_layers(model, options=None):
+        devices = {layer.resident is None for layer in layers_of.find(model)}
+        names.append(((options or {}).get("backend"), devices))
+        return asked(model, options or {})
+
+    monkeypatch.setattr(quantizer, "attach_layers", attach_layers)
+    size = least(qwen().bfloat16()) + 2**12
+    config = integration.MoeOpsConfig(backend="torch", gpu_memory=size)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=config
+    )
+    assert names == [(None, {True}), ("torch", {False})]
+    assert "backend torch" in repr(model.model.layers[0].mlp.experts)
+    assert logits(model).isfinite().all()
+    config = integration.MoeOpsConfig(backend="deep_gemm", gpu_memory=size)
+    with pytest.raises(ValueError, match="deep_gemm"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=torch.bfloat16, quantization_config=config
+        )
 
 
 def from_pretrained(folder, gpu_memory, scheme=None, **options):
