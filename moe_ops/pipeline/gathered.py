@@ -66,7 +66,7 @@ class Placed(NamedTuple):
         return Valid("pairs", self.routing, self.on_input)
 
     def table(self, gpu: Gpu) -> list[Launch]:
-        """What writes the blocks."""
+        """Launches that write the table of blocks."""
         return self.before if self.sort is None else [route(self.routing, self.sort, gpu)]
 
 
@@ -131,19 +131,19 @@ def run_layer(
     parts: Sequence[AnyArgs],  # as ops/chunks cuts `a`
     products: Callable[[Any, Shared | None], GatheredProducts],
     gpu: Gpu,
-    shared_behind: int | None = None,
+    shared_start: int | None = None,
 ) -> None:
     """Run a layer, in parts one after the other.
 
     Args:
-        shared_behind: of a scheme whose rows share one dynamic scale, the fp32 elements of
-            workspace2 that a part uses: behind them stand the largest magnitudes of x and of h
-            over all parts. That of h is known once GEMM1 has run for all of them. None of other
-            schemes.
+        shared_start: for a scheme whose rows share one dynamic scale, the fp32 element of
+            workspace2, after those that a part uses, at which the largest magnitudes of x and h
+            over all parts are kept. That of h is known once GEMM1 has run for all of them. None
+            for other schemes.
     """
     device, shared = a.hidden_states.get_device(), None
-    if shared_behind is not None and len(parts) > 1:
-        shared = shared_of(a.workspace2, shared_behind)
+    if shared_start is not None and len(parts) > 1:
+        shared = shared_of(a.workspace2, shared_start)
         if a.hidden_states_scale is None:
             launch.run([amax_of(a, shared, gpu)], device, gpu)
         else:

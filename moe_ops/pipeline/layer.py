@@ -89,7 +89,7 @@ class Steps:
             run(launches, self.device, self.gpu)
 
     def moved(self) -> list[Launch]:
-        """What moves rows to their experts."""
+        """Launches that move rows to their experts."""
         raise NotImplementedError
 
     def first(self) -> None:

@@ -82,7 +82,7 @@ def self_check(
 
 
 class _Calls(threading.Thread):
-    """Makes the calls of all pairs, in a thread that is left behind if one does not end: a library
+    """Makes the calls of all pairs, in a thread that is abandoned if one does not end: a library
     may build its kernels for minutes, and a kernel that was never run may hang.
     """
 

@@ -209,7 +209,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     quantized x and its scales, then y. If that is emulated, workspace13 holds h in fp32, and after
     it rounded h.
 
-    With slots y comes behind x in workspace2 (pipeline/gathered.py).
+    With slots y follows x in workspace2 (pipeline/gathered.py).
 
     M is T for batched_experts, and S for grouped_linear, which writes `out` directly and has no
     intermediate rows.
@@ -252,7 +252,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
             y = mixed_configs.y_rows(pairs) * K
             x = mixed_configs.permuted_elements(pairs, K) if slots else 0
         elements = h * columns
-        if mixed and scheme == "":  # h of a plain w13, and behind it with permuted columns
+        if mixed and scheme == "":  # h of a plain w13, and after it h with permuted columns
             elements = round_up(elements, mixed_configs.ALIGNMENT) + elements
         hidden = Buffer((elements,), problem.dtype)
     if slots:  # x of a pass is written when y has rows of those before

@@ -75,7 +75,7 @@ def _layer(
     layer: LayerSizes,
     whole: bool = True,  # kernels of whole layers may run
 ) -> MixedLayer:
-    """How a call runs, or a part of it."""
+    """The MixedLayer of a call, or of a part of it."""
     activation, rounding = activated(a.options.activation), rounding_of(a.scheme)
     one_token = whole and layer.pairs == layer.top_k
     dtype = a.hidden_states.dtype if rounding is None else rounding.dtype
@@ -187,15 +187,15 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     dtype = x.dtype if rounding is None else rounding.dtype
     of_rows = choose.for_any_batch if a.options.batch_invariant else choose.choose
     config = of_rows(LayerSizes(E * T, E, K, w2.K, gpu), w2.format.bits, dtype, False)
-    parts, behind, activation = batched_chunks(a), None, activated(a.options.activation)
+    parts, start, activation = batched_chunks(a), None, activated(a.options.activation)
     if rounding is not None and rounding.SCALE == "nv":
-        behind = x_elements(parts[0].w2.shape[0] * T, K, rounding)
+        start = x_elements(parts[0].w2.shape[0] * T, K, rounding)
 
     def products(part: BatchedExpertsArgs, shared: Shared | None) -> GatheredProducts:
         layer = MixedLayer(*_weights(part, gpu), activation, rounding, config, gpu)
         return layer.products(part, shared)
 
-    run_layer(a, parts, products, gpu, behind)
+    run_layer(a, parts, products, gpu, start)
 
 
 def grouped_linear(a: GroupedLinearArgs) -> None:

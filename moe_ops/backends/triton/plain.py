@@ -70,8 +70,8 @@ def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
             a, passes, lambda part: _products(part, _weights(part, gpu), *how), gpu
         )
     parts = parts_of(a)
-    behind = parts[0].topk_ids.numel() * K if scaling.X_SCALE == "tensor" else None
-    run_layer(a, parts, lambda part, shared: _products(part, (w13, w2), *how, shared), gpu, behind)
+    start = parts[0].topk_ids.numel() * K if scaling.X_SCALE == "tensor" else None
+    run_layer(a, parts, lambda part, shared: _products(part, (w13, w2), *how, shared), gpu, start)
 
 
 def _products(

@@ -81,7 +81,7 @@ class MixedLayer(NamedTuple):
     def launch(self, a: ExpertsArgs) -> None:
         """Launch the layer."""
         w13, w2, activation, rounding, config, gpu, _ = self
-        device, parts, behind = a.hidden_states.get_device(), parts_of(a), None
+        device, parts, start = a.hidden_states.get_device(), parts_of(a), None
         if config.kernel == GEMV:
             return launch.run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
         if config.kernel == SM90_MMA:
@@ -93,8 +93,8 @@ class MixedLayer(NamedTuple):
             return
         if rounding is not None and rounding.SCALE == "nv":
             (rows, top_k), K = parts[0].topk_ids.shape, w2.N
-            behind = max(rows * top_k * K, x_elements(rows, K, rounding))
-        run_layer(a, parts, self.products, gpu, behind)
+            start = max(rows * top_k * K, x_elements(rows, K, rounding))
+        run_layer(a, parts, self.products, gpu, start)
 
     @property
     def products(self) -> Callable[..., GatheredProducts]:

@@ -1,4 +1,4 @@
-"""What a checkpoint's description of a matrix is checked with."""
+"""Checks of a checkpoint's description of a matrix, and the description itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ shown = _SHORT.repr  # a value of a file, for messages: of any size and depth
 
 @dataclass(frozen=True)
 class Matrix:
-    """What a checkpoint says of one matrix, or of a stack of them."""
+    """A checkpoint's description of one matrix, or of a stack of matrices."""
 
     scheme: str
     rows: int  # N
@@ -75,7 +75,7 @@ def check_weights(config: Config, **expected: tuple) -> None:
 
 
 def activations(config: Config, default: str = "") -> str:
-    """How activations are quantized, of compressed-tensors' QuantizationArgs.
+    """The quantization of activations by compressed-tensors' QuantizationArgs.
 
     Args:
         config: of the matrix.

@@ -1,4 +1,4 @@
-"""What a configuration of compressed-tensors says of one matrix: groups, targets, transforms."""
+"""The description of one matrix by compressed-tensors: groups, targets, transforms."""
 
 from __future__ import annotations
 

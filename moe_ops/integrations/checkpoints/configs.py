@@ -1,4 +1,4 @@
-"""What a checkpoint's quantization_config says of one matrix, whichever library wrote it."""
+"""The description of one matrix by a checkpoint's quantization_config, of any library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAMILIES = {
 
 
 def config_for(config: Config, module: str, *others: str, method: str = "") -> Config:
-    """What a quantization_config says of one quantized matrix.
+    """The description of one quantized matrix by a quantization_config.
 
     Args:
         config: of the whole checkpoint; {} where it has none, whose tensors alone then tell.

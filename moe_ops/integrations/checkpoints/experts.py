@@ -239,7 +239,7 @@ class Checkpoint:
         return self.loader(weight).load(scheme, device, dtype)
 
     def loader(self, weight: Weight) -> Loader:
-        """What reads a weight that `find` or `plan` returned."""
+        """The Loader of a weight that `find` or `plan` returned."""
         form, alone = weight.format, weight.values_only
         return Loader(self.files, weight, lambda source: self._config(form, source, alone))
 
@@ -304,7 +304,7 @@ class Checkpoint:
         return self._configs[key]
 
     def _said(self, function: Callable, *arguments: str, **options: str) -> Any:
-        """What a function finds in the quantization_config; its errors name the file."""
+        """The result of a function of the quantization_config; its errors name the file."""
         try:
             return function(self.config, *arguments, **options)
         except ValueError as error:

@@ -47,7 +47,7 @@ Names = tuple[str, ...]  # of one matrix: the file's, and others that patterns m
 
 
 class Kind(NamedTuple):
-    """What the value of a field is, if it is not null."""
+    """A kind of values that a field may have, unless it is null."""
 
     name: str
     holds: Callable[[Any], bool]

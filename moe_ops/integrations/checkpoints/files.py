@@ -124,7 +124,7 @@ class TensorFiles:
         return tensors
 
     def pieces(self, names: Iterable[str], into: Tensor) -> list[Piece]:
-        """What reads the i-th of these tensors into into[i], which is contiguous."""
+        """Pieces that read the i-th of these tensors into into[i], which is contiguous."""
         entries = (self.entries[name] for name in names)
         places = into.view(len(into), -1).view(torch.uint8).numpy()
         return [Piece(e, e.begin, place) for e, place in zip(entries, places, strict=True)]
@@ -224,7 +224,7 @@ def _check_numbers(files: list[Path]) -> None:
 
 
 def number_of_experts(folder: Path) -> int | None:
-    """How many experts a layer has, as config.json says; None where it says nothing certain."""
+    """The number of experts of a layer by config.json; None if that is not certain."""
     config = read_object(folder / "config.json")
     if quantization_config(folder)[0].get("moe_sparsity_config"):
         return None  # another number in each layer

@@ -137,7 +137,7 @@ def _is_int8(t: dict) -> bool:
 
 
 def _shared_by(t: dict, config: Config) -> str:
-    """What shares a scale, by the scales' shape and dtype; "" for a shape that has no meaning."""
+    """The kind of group that shares a scale, by shape and dtype; "" for an illegal shape."""
     *batch, n, k = shape_of(t, "weight", 2, 3)
     scale = shape_of(t, "weight_scale")
     if t["weight_scale"].dtype in (torch.float8_e8m0fnu, torch.uint8):

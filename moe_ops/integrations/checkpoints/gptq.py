@@ -1,4 +1,4 @@
-"""What configurations of GPTQModel, AutoAWQ and AutoRound say of one matrix."""
+"""The description of one matrix by configurations of GPTQModel, AutoAWQ and AutoRound."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds."""
+    """The contents of a file by its header."""
 
     entries: list[Entry]
     unknown: list[str]  # names of tensors whose dtype torch lacks

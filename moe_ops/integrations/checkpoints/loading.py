@@ -124,7 +124,7 @@ class Loader:
         return stack.tensors
 
     def _stored(self, expert: tuple[Source, ...]) -> list:
-        """How an expert is stored: those that are stored alike can be converted together."""
+        """Key of how an expert is stored: experts with equal keys can be converted together."""
         entries = self.files.entries
         return [
             (
@@ -246,7 +246,7 @@ class Loader:
             yield {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
     def _convert(self, sources: Sequence[Source], tensors: Parts) -> Parts:
-        """What the tensors of a matrix, or of a stack, become; several matrices are stacked."""
+        """The converted tensors of a matrix, or of a stack; several matrices are stacked."""
         if self.weight.format is None:
             return {"plain": tensors["weight"]}
         try:
@@ -300,7 +300,7 @@ class Loader:
         """The tensors of a stack, of the weight's experts alone."""
         weight, found = self.weight, {}
         for role, tensor in source.items():
-            # a plain weight may have the experts' rows behind one another
+            # a plain weight may have the rows of the experts after one another
             per_expert = self.files.entries[tensor].shape[:1] == weight.shape[:1]
             whole = weight.format is not None and weight.format.state != ""
             cut = weight.format is None or (per_expert and role != "weight_shape" and not whole)

@@ -1,4 +1,4 @@
-"""What a configuration of ModelOpt says of one matrix, in the words of compressed-tensors."""
+"""The description of one matrix by ModelOpt, in the words of compressed-tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How checkpoints lay out integers of less than a byte, and the one layout that moe_ops keeps.
+"""Layouts of integers of less than a byte in checkpoints, and the one that moe_ops keeps.
 
 All functions take any leading dimensions. Codes are unsigned: 0 to 2**bits - 1.
 """

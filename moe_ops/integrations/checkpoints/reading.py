@@ -120,7 +120,7 @@ def _read_some(f: io.FileIO, begin: int, places: list[Any]) -> int:
 
 
 def threads() -> int:
-    """How many read and convert."""
+    """The number of threads that read and convert."""
     return min(torch.get_num_threads(), MOST_THREADS)
 
 

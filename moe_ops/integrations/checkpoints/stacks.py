@@ -54,7 +54,7 @@ class Stack:
             self.tensors[name] = reading.empty(shape, t.dtype) if t.is_cpu else t.new_empty(shape)
 
     def places(self, experts: slice) -> list[Parts]:
-        """Where the parts of each projection of experts belong, as views."""
+        """Views of the places where the parts of each projection of experts belong."""
         count = max(map(len, self._rows.values()))
         places: list[Parts] = [{} for _ in range(count)]
         for name, t in self.tensors.items():

@@ -153,7 +153,7 @@ def require_one_dtype(matrices: Matrices, entries: Entries, *roles: str) -> None
 
 @dataclass(frozen=True)
 class Weight:
-    """Where one expert weight (E, N, K) comes from, checked against the files' headers."""
+    """The sources of one expert weight (E, N, K), checked against the files' headers."""
 
     name: str
     sources: Matrices

@@ -136,7 +136,7 @@ def own_name(module: HfModule) -> str:
 
 def replaced_by(module: HfModule) -> Callable | None:
     """What `set_forward` gave a module, if its forward was replaced so. accelerate leaves what
-    was below its hooks behind as forward when they go.
+    was below its hooks as forward when they are removed.
     """
     found = vars(module).get(own_name(module))
     return found.func if isinstance(found, functools.partial) else None
