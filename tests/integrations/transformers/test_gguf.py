@@ -1,5 +1,6 @@
 """GGUF files in `from_pretrained`: names, configurations, values and refusals."""
 
+import random
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ files = pytest.importorskip("safetensors.torch")
 
 from moe_ops.integrations.transformers import MoeOpsConfig, residency_report
 from moe_ops.tensors import ExpertTensor
+from tests.integrations.checkpoints.test_gguf import mutated
 from tests.integrations.transformers.test_families import relative
 
 FIXTURES = ROOT / "tests" / "fixtures" / "gguf"
@@ -251,3 +253,73 @@ def test_shapes_that_are_not_the_models_are_refused(tmp_path):
         change("qwen3moe-Q4_0", tmp_path, tensors={tensor: (kind, cut, content[:half])})
         with pytest.raises((ValueError, RuntimeError), match="shape|size mismatch|ismatch"):
             load(tmp_path)
+
+
+NAMES = {  # of a layer of mixtral, with ".weight"
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+}
+OUTSIDE = {
+    "output.weight": "lm_head.weight",
+    "output_norm.weight": "model.norm.weight",
+    "token_embd.weight": "model.embed_tokens.weight",
+}
+
+
+def stated(content):
+    """The parameters and some fields of a mixtral file, by a reader that checks nothing."""
+    fields, tensors, _ = gguf.read(content)
+    found = {
+        name: torch.from_numpy(gguf.values(kind, data, shape))
+        for name, (kind, shape, data) in tensors.items()
+    }
+    wanted = {to: found[name] for name, to in OUTSIDE.items() if name in found}
+    for name, to in NAMES.items():
+        value = found[f"blk.0.{name}.weight"]
+        if name in ("attn_q", "attn_k"):  # rows of a head: pairs to halves
+            heads = fields["llama.attention.head_count" + ("_kv" if name == "attn_k" else "")]
+            pairs = value.reshape(heads, -1, 2, value.shape[1])
+            value = torch.cat((pairs[:, :, 0], pairs[:, :, 1]), 1).reshape(value.shape)
+        wanted[f"model.layers.0.{to}.weight"] = value
+    gate, up, down = (found[f"blk.0.ffn_{p}_exps.weight"] for p in ("gate", "up", "down"))
+    wanted["model.layers.0.mlp.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+    wanted["model.layers.0.mlp.experts.down_proj"] = down
+    config = {
+        "num_experts_per_tok": fields["llama.expert_used_count"],
+        "max_position_embeddings": fields["llama.context_length"],
+        "rms_norm_eps": pytest.approx(fields["llama.attention.layer_norm_rms_epsilon"], rel=1e-6),
+    }
+    return wanted, config
+
+
+@pytest.mark.slow
+def test_mutations_give_what_the_file_states_or_an_error(tmp_path):
+    whole = (FIXTURES / "mixtral-Q8_0" / "model.gguf").read_bytes()
+    _, _, places = gguf.read(whole)
+    header = max(places.values()) + 80
+    rng, outcomes = random.Random(0), {"error": 0, "values": 0}
+    for _ in range(400):
+        content = mutated(whole, header, rng)
+        (tmp_path / "model.gguf").write_bytes(content)
+        try:
+            model = load(tmp_path)
+        except (ValueError, RuntimeError) as error:
+            assert "model.gguf" in str(error) or "mismatch" in str(error), error
+            outcomes["error"] += 1
+            continue
+        wanted, config = stated(content)
+        state = model.state_dict()
+        assert state.keys() - {"lm_head.weight"} == wanted.keys() - {"lm_head.weight"}
+        for name, value in wanted.items():
+            got = (
+                state[name].dequantize() if isinstance(state[name], ExpertTensor) else state[name]
+            )
+            assert torch.equal(got, value), name
+        assert {name: getattr(model.config, name) for name in config} == config
+        outcomes["values"] += 1
+    assert min(outcomes.values()) > 30, outcomes
