@@ -38,7 +38,9 @@ def decode(q: Tensor, fmt: ElementFormat, from_zero: bool = False) -> Tensor:
         return e4m3_to_float32(q)
     codes = unpack(q, fmt)
     if fmt.levels:
-        return torch.tensor(fmt.levels, dtype=torch.float32, device=q.device)[codes.int()]
+        # filled on the device: a CUDA graph cannot copy them from the host
+        levels = [torch.full((), x, dtype=torch.float32, device=q.device) for x in fmt.levels]
+        return torch.stack(levels)[codes.int()]
     if fmt.is_float:
         return _decode_float(codes, fmt)
     values = codes.to(torch.float32)

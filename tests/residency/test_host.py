@@ -33,6 +33,7 @@ def test_memory_is_pinned_as_long_as_it_is_held(monkeypatch):
     data = memory.data
     assert memory.pinned and data.numel() == 12345
     assert runtime.registered == {data.data_ptr(): 12345} and data.data_ptr() % 4096 == 0
+    assert data.untyped_storage().data_ptr() == data.data_ptr()  # which torch asks about
     del memory
     gc.collect()
     assert not runtime.registered
