@@ -148,7 +148,8 @@ def _files_of(path: str | Path | list) -> tuple[list[Path], Path | None]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"path must be a folder with *.safetensors files or such a file, got {path}"
+            "path must be a folder with *.safetensors files, or such a file or a .gguf file, got "
+            f"{path}"
         )
     _check_numbers(files)
     return files, None

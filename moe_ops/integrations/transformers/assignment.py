@@ -179,6 +179,7 @@ class Assignment:
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         spare = {t: target for t, target in unclaimed.items() if not _matches(ignored, t)}
         self._check_companions(modules, spare)
+        self._check_layers(spare)
         self._check_missing(state.keys() - claimed - self.layers.keys(), unclaimed, spare)
         for target, sources in found.items():
             smallest = min(sources, key=lambda tensor: self.files.entries[tensor].bytes)
@@ -252,6 +253,18 @@ class Assignment:
                 continue
             elif ours or (beside and role in _SCALES):
                 raise ValueError(f"{self._where(tensor)} must be absent: {why_refused(role)}")
+
+    def _check_layers(self, spare: dict[str, str]) -> None:
+        """Raise for a tensor of a GGUF file's layers that no parameter takes: the file's fields
+        say fewer layers than it has. A backbone has no head, and leaves that of the file out.
+        """
+        for tensor in spare if self._in_order else ():
+            if tensor.startswith("model.layers.") and not tensor.endswith(f".{BIAS}"):
+                raise ValueError(
+                    f"{self._where(tensor)} must belong to a layer of the model, got a model of "
+                    f"{getattr(self.model.config, 'num_hidden_layers', None)} layers, as the "
+                    "file's block_count or the given config says"
+                )
 
     def _check_missing(
         self, missing: set[str], unclaimed: dict[str, str], spare: dict[str, str]

@@ -218,6 +218,31 @@ def test_fields_that_are_refused(fields, message, tmp_path):
         load(tmp_path)
 
 
+def test_plain_rows_of_attention_return_to_their_order(tmp_path):
+    names = [f"blk.0.attn_{of}.weight" for of in "qk"]
+    _, tensors, _ = gguf.read((FIXTURES / "mixtral-Q8_0" / "model.gguf").read_bytes())
+    plain = {name: tensors[name] for name in names}
+    for name, (kind, shape, content) in plain.items():
+        plain[name] = ("F32", shape, gguf.values(kind, content, shape).tobytes())
+    change("mixtral-Q8_0", tmp_path, tensors=plain)
+    expected = files.load_file(FIXTURES / "mixtral-Q8_0" / "expected.safetensors")["logits"]
+    assert relative(logits(load(tmp_path)), expected) < 1e-6
+
+
+def test_a_backbone_leaves_the_head_out(tmp_path):
+    model = transformers.AutoModel.from_pretrained(
+        FIXTURES / "mixtral-Q8_0", gguf_file="model.gguf", quantization_config=MoeOpsConfig()
+    )
+    assert type(model).__name__ == "MixtralModel" and model.dtype == torch.bfloat16
+    assert model(IDS).last_hidden_state.isfinite().all()
+
+
+def test_layers_that_the_model_has_not_are_refused(tmp_path):
+    change("qwen3moe-wide-Q4_K_M", tmp_path, {"qwen3moe.block_count": 1})
+    with pytest.raises(ValueError, match=r"blk.1.* in .* must belong to a layer .* of 1 layers"):
+        load(tmp_path)
+
+
 def test_a_dense_model_is_refused(tmp_path):
     change(
         "mixtral-Q8_0",
