@@ -132,6 +132,11 @@ def convert(name: str, t: Parts, config: Config) -> Parts:
     return made
 
 
+def scale_dtype(name: str) -> torch.dtype:
+    """That of scales in the scheme of a type: fp32 where they are products of two numbers."""
+    return torch.float32 if name.endswith("_K") or name == "IQ4_XS" else torch.float16
+
+
 def _half(blocks: Tensor, begin: int) -> Tensor:
     """The fp16 number of each block (..., bytes) at a byte, (..., 1)."""
     return blocks[..., begin : begin + 2].contiguous().view(torch.float16)

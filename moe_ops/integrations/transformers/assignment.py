@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import core_model_loading as loading
 from transformers.modeling_utils import PreTrainedModel
 
-from moe_ops.integrations.checkpoints import files
+from moe_ops.integrations.checkpoints import files, ggml
 from moe_ops.integrations.checkpoints.common import FLOATS
 from moe_ops.integrations.checkpoints.configs import gate_and_up_are_halves
 from moe_ops.integrations.checkpoints.experts import Checkpoint
@@ -507,6 +507,7 @@ class Assignment:
         for role in source.keys() & {"weight", "weight_scale", "scales"}:
             entry = self.files.entries[source[role]]  # scales get their dtype from files
             dtype = entry.dtype if entry.dtype in FLOATS else dtype
+            dtype = ggml.scale_dtype(entry.blocks) if entry.blocks else dtype
         return quantized_bytes(scheme, local.shape, dtype) / layer.weight(name).numel()
 
 

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 files = pytest.importorskip("safetensors.torch")
 
 from moe_ops.integrations.transformers import MoeOpsConfig, residency_report
+from moe_ops.integrations.transformers.quantizer import MoeOpsQuantizer
 from moe_ops.tensors import ExpertTensor
 from tests.integrations.checkpoints.test_gguf import mutated
 from tests.integrations.transformers.test_families import relative
@@ -85,6 +86,22 @@ def test_files_of_llama_cpp(name, tmp_path):
     block = model.model.layers[0].mlp.experts
     assert (block.gate_up_proj.scheme, block.down_proj.scheme) == SCHEMES[name]
     assert model.config._name_or_path == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if "NVFP4" not in name])
+def test_device_maps_know_the_sizes(name, monkeypatch):
+    own, seen = MoeOpsQuantizer.param_element_size, {}
+
+    def param_element_size(self, model, name, param, **kwargs):
+        size = own(self, model, name, param, **kwargs)
+        seen[name] = size * param.numel()
+        return size
+
+    monkeypatch.setattr(MoeOpsQuantizer, "param_element_size", param_element_size)
+    model = load(FIXTURES / name, device_map="auto")
+    for parameter in ("gate_up_proj", "down_proj"):
+        of = f"model.layers.0.mlp.experts.{parameter}"
+        assert seen[of] == model.get_parameter(of).nbytes
 
 
 def test_a_loaded_model_generates_and_is_saved(tmp_path):
