@@ -237,8 +237,10 @@ class Stacks:
             self._stacks[name, batch] = made
         return self._stacks[name, batch]
 
-    def _call(self, w: Weights, x: Tensor, router: Tensor, ids: Tensor) -> Tensor:
-        options = {"w13_bias": w.w13_bias, "w2_bias": w.w2_bias}
+    def _call(
+        self, w: Weights, x: Tensor, router: Tensor, ids: Tensor, backend: str = "auto"
+    ) -> Tensor:
+        options = {"w13_bias": w.w13_bias, "w2_bias": w.w2_bias, "backend": backend}
         activation = self.shape.activation
         return moe_ops.fused_experts(x, w.w13, w.w2, router, ids, activation=activation, **options)
 
@@ -246,8 +248,12 @@ class Stacks:
         return torch.stack([one.table.counters for one in self.banks()])
 
     def same_bits(self, stack: Stack, ids: Tensor) -> bool:
-        """Whether a stack's outputs of the step it ran last, by these ids, are the resident
-        one's."""
-        whole = self.whole(ids.shape[1])
-        whole.step(ids)
-        return all(torch.equal(*pair) for pair in zip(stack.outputs, whole.outputs, strict=True))
+        """Whether a stack's outputs of the step it ran last, by these ids, are those of experts
+        that are all on the GPU, on the backend that runs from slots. `whole` may choose another.
+        """
+        backend = "triton" if self.device.type == "cuda" else "auto"
+        calls = zip(self.weights, stack.router, ids, stack.outputs, strict=True)
+        return all(
+            torch.equal(out, self._call(w, stack.x, router, of_layer, backend))
+            for w, router, of_layer, out in calls
+        )
