@@ -5,6 +5,7 @@ room for all of them. Every byte that a report or an error names is counted here
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -163,7 +164,8 @@ def parse(gpu_memory: int | str) -> int | str:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b", text.strip().lower())
     count = 0
     if match is not None and (match[2] or not match[3]):
-        count = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
+        size = float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]
+        count = int(size) if math.isfinite(size) else 0
     if count < 1:
         raise ValueError(
             'gpu_memory must be a positive number of bytes, a text such as "12GiB" or "12GB", or '

@@ -102,6 +102,7 @@ def move(model: nn.Module, layers: Sequence[Layer], plan: Budget) -> ResidencyRe
     """
     done: dict[tuple[int, ...], tuple[ResidentExperts, dict[str, nn.Parameter]]] = {}
     pairs = [*zip(layers, plan.slots, strict=True)]
+    held = [(x.owner, name, p.requires_grad) for x in layers for name, p in x.held().items()]
     try:
         for layer, slots in environment.progress_bar(pairs, "moving experts to host memory"):
             _move_layer(layer, slots, plan.device, done)
@@ -112,6 +113,8 @@ def move(model: nn.Module, layers: Sequence[Layer], plan: Budget) -> ResidencyRe
         holding.release(model)
         vars(model).pop(BUDGET, None)
         model.cpu()
+        for owner, name, requires_grad in held:
+            getattr(owner, name).requires_grad_(requires_grad)
         raise
     report = residency_report(model)
     if plan.why:

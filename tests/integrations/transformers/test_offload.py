@@ -91,7 +91,11 @@ def test_a_budget_is_bytes_or_text(given, count):
 
 
 @pytest.mark.parametrize(
-    "given", [0, -1, True, 1.5, "", "GiB", "12", "12iB", "12GiBs", "-1GB", "0GB", "AUTO ", b"1GB"]
+    "given",
+    [
+        *(0, -1, True, 1.5, "", "GiB", "12", "12iB", "12GiBs", "-1GB", "0GB", "AUTO ", b"1GB"),
+        *("1e3GB", "nan", float("nan"), "inf GB", "9" * 400 + "GB"),
+    ],
 )
 def test_what_is_no_budget(given):
     with pytest.raises(ValueError, match=r'gpu_memory must be .*"12GiB".*got '):
@@ -621,6 +625,7 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
         with pytest.raises(MemoryError, match="pinned"):
             integration.offload(model, least(model), device="cpu")
     assert torch.equal(logits(model), want)
+    assert all(p.requires_grad for p in model.parameters())
     assert torch.equal(
         logits(copy.deepcopy(model).half().float()), logits(copy.deepcopy(model).half().float())
     )
