@@ -24,8 +24,8 @@ def offload(
     Each layer gets slots for as many experts as the budget allows. A call copies the chosen
     experts that have no slot into those that were not used for longest, on the GPU's own decision:
     a forward is one graph, `generate` compiles with a static cache, and outputs have the bits of
-    the model that holds its experts itself. `parameters()` and the state dict go on having all
-    experts, which are those in host memory, without gradients.
+    the model that holds its experts itself and runs them by the same backend. `parameters()` and
+    the state dict go on having all experts, which are those in host memory, without gradients.
 
     Args:
         model: as for `attach`, in CPU memory, quantized or not.
