@@ -6,6 +6,7 @@ memory are inputs of a graph. `moe_ops.residency` makes what is named.
 from __future__ import annotations
 
 import itertools
+import zlib
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -92,11 +93,12 @@ _residents: WeakValueDictionary[str, Resident] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def name_resident(resident: Resident | None) -> str:
+def name_resident(resident: Resident | None = None, facts: str = "") -> str:
     """A name for it, by which operators find it: the same in each process that has named as many
-    before. None of experts that are all on the device, which no operator looks for.
+    before, if the facts are the same. So a program of another process never reads experts of other
+    sizes. None of experts that are all on the device, which no operator looks for.
     """
-    name = f"experts{next(_numbers)}"
+    name = f"experts{next(_numbers)}-{zlib.crc32(facts.encode()):08x}"
     if resident is not None:
         _residents[name] = resident
     return name

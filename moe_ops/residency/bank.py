@@ -148,6 +148,7 @@ class Bank:
         experts share is copied anew.
         """
         with self._lock:
+            self._wait_for_streams()
             self._placement.copy_(self._empty)
             for role in ("w13", "w2"):
                 weights = getattr(self._layer_in_slots, role), getattr(self.in_host, role)

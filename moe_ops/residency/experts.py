@@ -46,10 +46,14 @@ class ResidentExperts(nn.Module):
     The host takes no part in it, so that calls are compiled and captured as others are, in one
     graph for all routings and numbers of tokens; a graph needs the module to stay alive. Compile a
     model as a whole: code that is compiled for each layer alone is compiled anew for each
-    (`torch._dynamo.config.recompile_limit`), since graphs hold the layer's name. The bits
-    are those of the same call on weights that are all on the device. Calls with more distinct
-    experts than slots bring them in several passes. Threads take turns; calls on several streams
-    wait for one another, and replays of captured graphs must not overlap.
+    (`torch._dynamo.config.recompile_limit`), since graphs hold the layer's name. Calls
+    with more distinct experts than slots bring them in several passes. Threads take turns; calls
+    on several streams wait for one another, and replays of captured graphs must not overlap.
+
+    The bits are those of the same call, run by the same backend, on contiguous weights that are
+    all on the device. A GPU runs resident experts by triton, a CPU by torch. With "auto" other
+    weights may run by another backend, such as cutlass or deep_gemm for many tokens, whose bits
+    differ.
 
     Args:
         w13: (E, N, K) as `fused_experts` takes it, plain or an ExpertTensor, on a CPU or GPU. It
@@ -109,6 +113,7 @@ class ResidentExperts(nn.Module):
         """Bring all tensors to where they are to lie."""
         if self.slots == self.num_experts:
             rows = {name: _moved(self.device, t) for name, t in given.items() if t is not None}
+            self.name = name_resident()
             for name, tensor in rows.items():
                 # a parameter, which CUDA graphs of torch.compile read where it lies
                 rows[name] = parameter = nn.Parameter(tensor, requires_grad=False)
@@ -117,12 +122,14 @@ class ResidentExperts(nn.Module):
         else:
             w13, w2 = [tuple(like[role].shape) for role in ("w13", "w2")]
             self._bank = Bank(layer, w13, w2, self.slots, self.device)
+            layouts = [(weight.scheme, weight.layout) for weight in layer[:2]]
+            facts = repr((self.num_experts, self.slots, layouts, self._bank.pieces))
+            self.name = name_resident(self._bank, facts)
             self.rows = {
                 name: _rebuilt(tensor, weight)
                 for (name, tensor), weight in zip(given.items(), self._bank.in_host, strict=True)
                 if tensor is not None
             }
-        self.name = name_resident(self._bank)
 
     def _handle(self, role: str, like: Tensor, layer: Layer) -> ResidentWeight:
         if self._bank is None:
@@ -185,17 +192,21 @@ class ResidentExperts(nn.Module):
         error_msgs: list[str],
     ) -> None:
         for name, rows in self.rows.items():
-            found = state_dict.get(prefix + name)
+            key, found = prefix + name, state_dict.get(prefix + name)
             if found is None:
-                missing_keys.append(prefix + name)
-            elif tuple(found.shape) != tuple(rows.shape):
+                missing_keys.append(key)
+            elif not isinstance(found, Tensor):
+                error_msgs.append(f"{key} must be a torch.Tensor, got {type(found).__name__}")
+            elif found.shape != rows.shape:
                 error_msgs.append(
-                    f"{prefix + name} must have shape {tuple(rows.shape)}, got "
-                    f"{tuple(found.shape)}"
+                    f"{key} must have shape {tuple(rows.shape)}, got {tuple(found.shape)}"
                 )
             else:
-                with torch.no_grad():
-                    rows.copy_(found)
+                try:
+                    with torch.no_grad():
+                        rows.copy_(found)
+                except Exception as error:  # raised by load_state_dict, after `forget`
+                    error_msgs.append(f"{key} was not copied: {error}")
         if strict:
             own = {prefix + name for name in self.rows}
             unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in own]
@@ -264,6 +275,8 @@ def _check(given: Mapping[str, Tensor | None], layer: Layer) -> None:
                 f"{name} must not require gradients, for none flow to resident experts: pass "
                 f"{name}.detach(), or train on weights that fit the GPU"
             )
+        if tensor.shape[0] and not tensor.numel():
+            raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
     E = layer.w2.data.shape[0]
     if not 0 < E <= MAX_EXPERTS:
         raise ValueError(f"w2 must hold 1 to {MAX_EXPERTS} experts, got {E}")

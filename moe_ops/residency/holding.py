@@ -20,13 +20,14 @@ class Held:
 
     Attributes:
         resident: the experts.
-        names: parameters of the module that are rows of the host.
+        rows: parameters of the module, by name, that are rows of the host.
     """
 
     def __init__(self, module: nn.Module, resident: Any, names: Sequence[str]):
-        self.resident, self.names = resident, tuple(names)
-        self.dtype = getattr(module, self.names[0]).dtype
-        self.hook = module.register_load_state_dict_post_hook(_forget_slots)
+        self.resident = resident
+        self.rows: dict[str, Any] = {name: getattr(module, name) for name in names}
+        self.dtype = self.rows[names[0]].dtype
+        self.hook = module.register_load_state_dict_post_hook(_bring_what_was_loaded)
 
     def __reduce__(self) -> NoReturn:
         raise ValueError(
@@ -91,7 +92,7 @@ def resident_of(module: nn.Module) -> Any:
             "experts in host memory must carry no adapter, got a parametrization of their "
             "weights; adapt other parts of the model alone"
         )
-    if torch.is_grad_enabled() and any([getattr(module, n).requires_grad for n in held.names]):
+    if torch.is_grad_enabled() and any([getattr(module, n).requires_grad for n in held.rows]):
         raise ValueError(
             "experts in host memory must not require gradients, got requires_grad=True; call "
             "them under torch.no_grad(), or train a model that holds its experts itself"
@@ -105,7 +106,7 @@ def _apply(module: Any, function: Callable[[Tensor], Tensor], recurse: bool = Tr
     assert held is not None
     held.check(function)
     own = module._parameters
-    module._parameters = {name: p for name, p in own.items() if name not in held.names}
+    module._parameters = {name: p for name, p in own.items() if name not in held.rows}
     try:
         return type(module)._apply(module, function, recurse)
     finally:
@@ -120,8 +121,20 @@ def _apply_all(model: Any, function: Callable[[Tensor], Tensor], recurse: bool =
     return type(model)._apply(model, function, recurse)
 
 
-def _forget_slots(module: nn.Module, incompatible_keys: object) -> None:
-    """After load_state_dict wrote to rows in host memory: slots have what was there before."""
+def _bring_what_was_loaded(module: nn.Module, incompatible_keys: object) -> None:
+    """After load_state_dict wrote to rows in host memory, where slots have what was there before,
+    or with assign=True put other parameters in their place, which are copied to them.
+    """
     held = held_by(module)
-    if held is not None:
+    if held is None:
+        return
+    own, others = module._parameters, {}
+    for name, rows in held.rows.items():
+        if own.get(name, rows) is not rows:
+            others[name], own[name] = own[name], rows
+    try:
+        with torch.no_grad():
+            for name, other in others.items():
+                held.rows[name].copy_(other)
+    finally:
         held.resident.forget()

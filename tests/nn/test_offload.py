@@ -30,13 +30,31 @@ def test_values(name, slots):
     assert all(torch.equal(state[name], t) for name, t in want.state_dict().items())
 
 
-def test_a_state_dict_that_is_loaded_is_what_runs():
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_that_is_loaded_is_what_runs(assign):
     want, other = make_layer(), make_layer()
     layer = copy.deepcopy(want).offload(TOP_K, "cpu")
     with torch.no_grad():
         layer(X)
-        layer.load_state_dict(other.state_dict())
+        layer.load_state_dict(other.state_dict(), assign=assign)
         assert torch.equal(layer(X[:, :1]), other(X[:, :1]))
+        layer.load_state_dict(want.state_dict())
+        assert torch.equal(layer(X[:, :1]), want(X[:, :1]))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("wrong", [lambda t: t[:2], lambda t: moe_ops.quantize(t, "int8_w8a16")])
+def test_what_runs_after_a_load_that_failed_is_the_state_dict(assign, wrong):
+    layer, copied, other = [make_layer() for _ in range(3)]
+    layer.offload(TOP_K, "cpu")
+    state = other.state_dict()
+    state["experts.down_proj"] = wrong(state["experts.down_proj"])
+    with torch.no_grad():
+        layer(X[:, :1])
+        with pytest.raises((RuntimeError, ValueError), match="down_proj|quantized"):
+            layer.load_state_dict(state, assign=assign)
+        copied.load_state_dict(layer.state_dict())
+        assert torch.equal(layer(X[:, :1]), copied(X[:, :1]))
 
 
 def test_quantized_layers():

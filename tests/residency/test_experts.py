@@ -5,6 +5,7 @@ nn.Module does with it.
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import threading
 
@@ -265,6 +266,19 @@ def test_names_that_are_gone_are_refused():
         resident.resident_of(name)
 
 
+def test_names_are_those_of_equal_sizes_alone(monkeypatch):
+    """A program of another process, where as many experts were made before, but others."""
+
+    def name(slots: int = 4, scheme: str = "", **sizes) -> str:
+        monkeypatch.setattr(resident, "_numbers", itertools.count(10**6))
+        return experts_of(small(scheme, **sizes), slots=slots).name
+
+    assert name() == name(seed=1)
+    schemes = [name(scheme="int8_w8a16"), name(scheme="int4_w4a16:g64")]
+    others = [name(I=96), name(E=9), name(slots=5), name(bias=False), *schemes]
+    assert len({name(), *others}) == 7
+
+
 def refused(case, experts, match, **options):
     with pytest.raises(ValueError, match=match):
         run(case, experts, **options)
@@ -308,6 +322,8 @@ def test_layers_that_are_refused():
         moe_ops.ResidentExperts(w13.clone().requires_grad_(), w2, slots=4)
     with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
         moe_ops.ResidentExperts(w13, w2, slots=0)
+    with pytest.raises(ValueError, match=r"w2 must not be empty, got shape \(8, 64, 0\)"):
+        moe_ops.ResidentExperts(w13, w2[..., :0], slots=3)
     with pytest.raises(ValueError, match="an entry for each of the 8 experts"):
         moe_ops.ResidentExperts(w13[:4], w2, slots=3)
 
@@ -342,6 +358,21 @@ def test_state_dict_has_the_rows_under_the_weights_names(scheme, slots):
     assert torch.equal(run(other, model["experts"]), expected)
     with pytest.raises(RuntimeError, match="Missing.*w2"):
         model.load_state_dict({"experts.w13": other.args[1]})
+
+
+@pytest.mark.parametrize("scheme", ["", "int4_w4a16:g64"])
+@pytest.mark.parametrize(
+    "wrong", [lambda t: 5, lambda t: t[:4], lambda t: moe_ops.quantize(t, "int8_w8a16")]
+)
+def test_calls_after_a_load_that_failed_have_one_set_of_rows(scheme, wrong):
+    """w13 was copied when w2 is refused, so that its rows in slots are those of before."""
+    case, other = small(scheme, bias=False), small(bias=False, seed=1)
+    experts, (x, _, w2, weights, ids) = experts_of(case, slots=6), case.args
+    run(case, experts)
+    w13 = small(scheme, bias=False, seed=1).args[1]
+    with pytest.raises(RuntimeError, match="w2 (must|was not copied)"):
+        experts.load_state_dict({"w13": w13, "w2": wrong(other.args[2])})
+    assert torch.equal(run(case, experts), moe_ops.fused_experts(x, w13, w2, weights, ids))
 
 
 def values(weight: torch.Tensor) -> torch.Tensor:

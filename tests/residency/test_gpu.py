@@ -188,6 +188,20 @@ def test_streams_wait_for_one_another():
     assert all(torch.equal(out, expected[i]) for i, out in outs)
 
 
+def test_forget_comes_after_calls_of_other_streams():
+    """Rows that a call brought before it are not taken for those that were written then."""
+    case = case_of(M=1)
+    experts, stream = experts_of(case, slots=4), torch.cuda.Stream()
+    run(case, experts)  # compiles
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)  # clocks
+        run(case, experts)
+    experts.forget()
+    torch.cuda.synchronize()
+    assert (experts._bank.table.expert_of == -1).all()
+
+
 def test_two_layers_on_two_streams():
     cases = [case_of(M=1, seed=seed) for seed in range(2)]
     layers = [experts_of(case, slots=5) for case in cases]
