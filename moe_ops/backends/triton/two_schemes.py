@@ -63,7 +63,7 @@ def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
         return run_in_passes(a, passes, lambda part: _products(part, config, gpu, pairs), gpu)
     if isinstance(w13, MixedOperand) and isinstance(w2, MixedOperand):
         return _narrow(a, w13, w2, config, gpu, pairs).launch(a)
-    run_layer(a, parts_of(a), lambda part, _: _composed(part, w13, w2, config, gpu), gpu)
+    run_layer(a, parts_of(a), lambda part, _: _composed(part, w13, w2, config, gpu, pairs), gpu)
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:
@@ -85,7 +85,7 @@ def _products(a: AnyArgs, config: LayerConfig, gpu: Gpu, pairs: int) -> Gathered
     w13, w2 = _weights(a, gpu)
     if isinstance(w13, MixedOperand) and isinstance(w2, MixedOperand):
         return _narrow(a, w13, w2, config, gpu, pairs).products(a)
-    return _composed(a, w13, w2, config, gpu)
+    return _composed(a, w13, w2, config, gpu, pairs)
 
 
 def _composed(
@@ -94,6 +94,7 @@ def _composed(
     w2: AnyWeight,
     config: LayerConfig,
     gpu: Gpu,
+    pairs: int,
 ) -> GatheredProducts:
     """Those of a plain weight and of a narrower one, each by the kernels of its family. They share
     the table of blocks and h, whose rows are sorted by expert. Kernels of plain weights read that
@@ -125,7 +126,7 @@ def _composed(
             ),
         ]
     if wgmma is not None and isinstance(w2, MixedOperand):
-        split_k = configs.split_k_of(w2, config.gemm2, config.split_k, rows)
+        split_k = configs.split_k_of(w2, config.gemm2, config.split_k, pairs)
     y, two = y_of(a, split_k * rows, K, torch.float32), (config.gemm2, block_m)
     if isinstance(w2, Weight):
         second = [plain_mma.gemm2(y, h, w2, bias_of(a.w2_bias), routing, scaling, *two, gpu)]

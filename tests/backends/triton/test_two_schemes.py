@@ -7,21 +7,26 @@ import dataclasses
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
 import moe_ops
+from moe_ops import environment
 from moe_ops.choose import mixed as configs
 from moe_ops.choose.table import LayerSizes
+from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, SM80_MMA, SM90_WGMMA
 from moe_ops.kernels.launch import INTERPRETED, Gpu
+from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.planning import machine as machines
 from tests.support.cases import BF16, FP16, FP32, Case, check_batched, refill
 from tests.support.fake_cuda import H200
 from tests.support.paths import ROOT, TOOLS
 
 GPU = Gpu(227 * 1024, True, True)
+NO_GLUON = environment.why_no_gluon(environment.TRITON)
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs triton's interpreter")
 PAIRS = (
@@ -114,6 +119,29 @@ def test_configs_have_the_tiles_of_each_format():
     assert older.kernel == SM80_MMA
     token = configs.gemv_of_two_formats(LayerSizes(8, 128, 2048, 768, GPU, 8), (4, 8))
     assert token.kernel == GEMV and token.gemm1 != token.gemm2
+
+
+def split_k_of(case: Case, **options) -> list[int]:
+    """SPLIT_K of each launch of GEMM2 that Hopper would get."""
+    with (
+        mock.patch.object(mixed_configs, "on_sm90", lambda _: True),
+        mock.patch.object(launch, "gpu", lambda _: GPU),
+        mock.patch.object(launch, "run") as run,
+    ):
+        moe_ops.fused_experts(*case.args, **case.options, backend="triton", **options)
+    launched = [one for call in run.call_args_list for one in call.args[0]]
+    return [one.named()["SPLIT_K"] for one in launched if one.kernel.name == "moe_ops_wgmma_gemm2"]
+
+
+@interpreted
+@pytest.mark.skipif(NO_GLUON is not None, reason=str(NO_GLUON))
+@pytest.mark.parametrize("scheme", ["plain+int4_w4a16:g32", "int4_w4a16:g32+int4_w4a16:g64"])
+def test_chunks_split_sums_as_one_piece(scheme):
+    """Fewer rows would have room for more partial sums, and so for another order."""
+    case = Case("cpu", BF16, scheme, M=400, E=16, top_k=1, K=128, I=768)
+    (whole,) = split_k_of(case)
+    chunks = split_k_of(case, max_workspace_bytes=400_000)
+    assert whole > 1 and len(chunks) > 1 and set(chunks) == {whole}
 
 
 def test_plans():
