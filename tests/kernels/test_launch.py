@@ -461,6 +461,7 @@ def test_first_kernels_wait_before_anything_else():
         for word in ("load(", "store(", "gdc_launch_dependents(", "expert(", "position("):
             assert word not in before, (node.name, word)
     expected = [
+        "moe_ops_admit_experts",
         "moe_ops_gemv1",
         "moe_ops_permute_tokens",
         "moe_ops_quantize",

@@ -68,6 +68,7 @@ def test_quantized_layers():
         layer.quantize("int4_w4a16")
 
 
+@pytest.mark.slow
 def test_one_graph():
     from torch._dynamo.testing import CompileCounter
 

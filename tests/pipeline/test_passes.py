@@ -39,6 +39,10 @@ SCHEMES = {
     **{"nvfp4": FP32},
     **{"int4_w4a16:g32:zp+plain": BF16, "plain+mxfp4_w4a16": BF16},
 }
+# the first four in the fast tests, one for each way to multiply
+OF_EACH = [
+    pytest.param(name, marks=() if i < 4 else pytest.mark.slow) for i, name in enumerate(SCHEMES)
+]
 
 
 def some(whole: Tensor, rows: tuple[int, ...], bank: Tensor) -> Tensor:
@@ -128,7 +132,7 @@ def check(
 
 
 @HERE
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", OF_EACH)
 def test_bits_are_those_of_one_call(scheme):
     found = check(scheme, THREE, bias=True)
     products = [one.kernel.name for one in found if one.kernel.name.endswith("gemm2")]
@@ -143,6 +147,7 @@ def test_chunks_have_passes_each(scheme):
 
 
 @HERE
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["", "int4_w4a16:g128"])
 def test_bits_of_any_batch(scheme):
     """A token's experts are summed in the blocks of all experts of the layer."""
@@ -151,12 +156,14 @@ def test_bits_of_any_batch(scheme):
 
 
 @HERE
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8_block", "mxfp8"])
 def test_router_weights_on_the_input(scheme):
     check(scheme, TWO, on_input=True, top_k=1)
 
 
 @HERE
+@pytest.mark.slow
 def test_tiles_are_those_of_the_whole_layer():
     tiles = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "NUM_STAGES", "E", "S")
     one, two = [

@@ -122,6 +122,7 @@ def test_calls_of_other_kinds(name, backend):
             assert torch.equal(run(case, experts, backend=backend, **options), expected)
 
 
+@pytest.mark.slow
 def test_a_prompt_leaves_a_true_table(monkeypatch):
     """After all experts have streamed, calls find the last ones, and the slot between halves
     is empty.
@@ -167,6 +168,7 @@ def test_no_tokens_and_no_experts(M, backend):
     assert moe_ops.residency_stats(experts) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_numbers_of_tokens():
     case = small(bias=False)
     experts = experts_of(case, slots=6)

@@ -238,6 +238,7 @@ def mutated(content, header, rng):
     return bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3moe-Q4_0", "gpt_oss-MXFP4_MOE"])
 def test_mutations_give_what_the_file_states_or_an_error(name, tmp_path):
     whole = (FIXTURES / name / "model.gguf").read_bytes()
