@@ -95,7 +95,7 @@ class ResidentExperts(nn.Module):
         super().__init__()
         given = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
         check_size("slots", slots)
-        self.device = _device(device)
+        self.device = device_of_slots(device)
         like = {"w13": w13, "w2": w2}
         layer = Layer(take_apart(w13), take_apart(w2), w13_bias, w2_bias)
         _check(given, layer)
@@ -256,10 +256,19 @@ def _read(banks: Iterable[Bank]) -> list[list[int]]:
     return found
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def device_of_slots(device: torch.device | str | int | None) -> torch.device:
+    """The device that an argument means, with an index if it is a GPU.
+
+    Raises:
+        ValueError: it is neither a GPU of CUDA that exists nor the CPU.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return device_named("device", device, "choose one of them")
+    name = f"cuda:{device}" if isinstance(device, int) else device
+    found = device_named("device", name, "choose one of them")
+    if found.type not in ("cuda", "cpu"):
+        raise ValueError(f"device must be a GPU of CUDA, or the CPU, got {device!r}")
+    return found
 
 
 def _check(given: Mapping[str, Tensor | None], layer: Layer) -> None:
@@ -277,6 +286,12 @@ def _check(given: Mapping[str, Tensor | None], layer: Layer) -> None:
             )
         if tensor.shape[0] and not tensor.numel():
             raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
+        if name.endswith("_bias"):
+            weight: Any = given[name.removesuffix("_bias")]
+            if tensor.shape != weight.shape[:2]:
+                raise ValueError(
+                    f"{name} must have shape {tuple(weight.shape[:2])}, got {tuple(tensor.shape)}"
+                )
     E = layer.w2.data.shape[0]
     if not 0 < E <= MAX_EXPERTS:
         raise ValueError(f"w2 must hold 1 to {MAX_EXPERTS} experts, got {E}")
@@ -313,8 +328,7 @@ def _moved(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor on a device; of a meta tensor memory that is to be filled."""
     if tensor.is_meta:
         return torch.empty_like(tensor, device=device)
-    moved = tensor.detach().to(device)
-    return moved.clone() if moved.is_inference() else moved
+    return tensor.detach().to(device, copy=True)
 
 
 def _rebuilt(like: Tensor, weight: Any) -> Tensor:

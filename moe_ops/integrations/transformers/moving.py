@@ -29,18 +29,6 @@ from moe_ops.tensors.sharding import is_fsdp
 _LOGGER = logging.getLogger("moe_ops")
 
 
-def target_device(device: torch.device | str | int | None) -> torch.device:
-    """The device that an argument means, with an index if it is a GPU."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type not in ("cuda", "cpu"):
-        raise ValueError(f"device must be a GPU of CUDA, or the CPU, got {device!r}")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
-
-
 def check(layer: Layer, loaded: bool = True) -> None:
     """Raise ValueError if the experts of a layer, which are loaded or will be, cannot be in host
     memory.

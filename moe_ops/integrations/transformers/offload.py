@@ -10,6 +10,7 @@ from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.attach import attach
 from moe_ops.integrations.transformers.residency import ResidencyReport
 from moe_ops.integrations.transformers.warmup import runs_here
+from moe_ops.residency.experts import device_of_slots
 
 
 def offload(
@@ -39,11 +40,11 @@ def offload(
         What is where, and what the link costs a token.
 
     Raises:
-        ValueError: a gpu_memory that is none, or has no room for the rest of the model and top_k
-            slots in each layer; too little host memory for one layer more; no MoE layer, or one
-            whose forward is not one `fused_experts` call; weights that are not in CPU memory, are
-            spread over processes, carry adapters, or are in host memory already; or accelerate's
-            hooks.
+        ValueError: a device that is none; a gpu_memory that is none, or has no room for the rest
+            of the model and top_k slots in each layer; too little host memory for one layer more;
+            no MoE layer, or one whose forward is not one `fused_experts` call; weights that are
+            not in CPU memory, are spread over processes, carry adapters, or are in host memory
+            already; or accelerate's hooks.
         RuntimeError: as `attach`.
 
     After an error the model is as it was, but for being attached.
@@ -59,7 +60,7 @@ def offload(
                 "it without device_map, or call accelerate.hooks.remove_hook_from_module(model, "
                 "recurse=True)"
             )
-    target = moving.target_device(device)
+    target = device_of_slots(device)
     plan = budget.plan(model, layers, gpu_memory, target, lambda x, name: x.weight(name).nbytes)
     plan.check_host(loaded=True)
     if not all(map(runs_here, layers)):

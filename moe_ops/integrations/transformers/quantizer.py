@@ -28,6 +28,7 @@ from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.integrations.transformers.sizes import element_bytes
 from moe_ops.meta.scales import TRANSPOSED
 from moe_ops.ops.relayout import natural as in_natural_layout
+from moe_ops.residency.experts import device_of_slots
 from moe_ops.tensors import ExpertTensor, check_quantizable, flatten, quantize, sharding
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class MoeOpsQuantizer(HfQuantizer):
                     "device_map must be one device, or None, beside gpu_memory, which says "
                     f"what is where, got {device_map!r}; leave it out"
                 )
-            self._device = moving.target_device(*devices)
+            self._device = device_of_slots(*devices)
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
                 "device_map must not have 'disk', got one, or too little memory for an inferred "

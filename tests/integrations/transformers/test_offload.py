@@ -563,6 +563,8 @@ def test_other_device_maps(device_map, tmp_path):
     assert from_pretrained(tmp_path, 10**9, device_map="cpu") is not None
     with pytest.raises(ValueError, match="device must be a GPU of CUDA, or the CPU, got 'xpu'"):
         integration.offload(qwen(), 10**9, device="xpu")
+    with pytest.raises(ValueError, match="device must exist on this machine, got 'cuda:99'"):
+        integration.offload(qwen(), 10**9, device=99)
 
 
 def test_schemes_that_cannot_have_slots(tmp_path):
