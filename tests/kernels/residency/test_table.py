@@ -113,7 +113,7 @@ def check_calls(bank: ByTorch, calls: int, seed: int) -> None:
             bank.bring(tensor if i == 0 else None)
             check_table(bank, lru, served)
     assert bank.table.counters.tolist() == [lru.hits, lru.misses]
-    assert lru.hits and lru.misses
+    assert calls < 100 or (lru.hits and lru.misses)
 
 
 def check_table(bank: ByTorch, lru: Slots, served: dict[int, int]) -> None:
