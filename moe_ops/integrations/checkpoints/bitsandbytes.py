@@ -51,8 +51,8 @@ def check_state(state: dict[str, Any]) -> Config:
         )
     nested = _NESTED_FIELDS & state.keys()
     sizes = [size, state["nested_blocksize"]] if "nested_blocksize" in nested else [size]
-    if any(type(n) is not int or n < 1 for n in sizes):
-        raise ValueError(f"blocksize must be a positive integer, got {shown(sizes)}")
+    if any(type(n) is not int or not 1 <= n < 2**31 for n in sizes):
+        raise ValueError(f"blocksize must be a positive int32, got {shown(sizes)}")
     offset = state.get("nested_offset", 0.0)
     if nested and (nested != _NESTED_FIELDS or state["nested_dtype"] != "float32"):
         raise ValueError(
@@ -108,14 +108,18 @@ def convert(t: dict[str, Tensor], state: Config) -> dict[str, Tensor]:
     codes = t[WEIGHT].reshape(*shape, k // 2)
     absmax = t[ABSMAX]
     if "nested_offset" in state:
-        of_block = t[NESTED_ABSMAX].repeat_interleave(state["nested_blocksize"], -1)
+        of_block = _of_each(t[NESTED_ABSMAX], absmax.shape[-1], state["nested_blocksize"])
         found = t[NESTED_LEVELS].gather(-1, absmax.long())
         offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=absmax.device)
-        absmax = (found * of_block[..., : absmax.shape[-1]]).add_(offset)
+        absmax = (found * of_block).add_(offset)
     columns = math.gcd(size, k)
-    scale = absmax.repeat_interleave(size // columns, -1)
-    numbers = math.prod(state["shape"])
+    scale = _of_each(absmax, math.prod(state["shape"]) // columns, size // columns)
     return {
         "qdata": (codes << 4) | (codes >> 4),
-        "scale": scale[..., : numbers // columns].reshape(*shape, k // columns),
+        "scale": scale.reshape(*shape, k // columns),
     }
+
+
+def _of_each(scale: Tensor, count: int, size: int) -> Tensor:
+    """The scale (..., count) of each of so many things, of which ``size`` have one."""
+    return scale[..., torch.arange(count, device=scale.device) // size]

@@ -73,7 +73,7 @@ def write(folder, fused=False, change=None, rng=None, n=N, k=K, **options):
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize(("block", "columns"), [(64, 32), (32, 32), (128, 32), (4096, 32)])
+@pytest.mark.parametrize(("block", "columns"), [(64, 32), (32, 32), (128, 32), (2**30, 32)])
 def test_values_of_experts_one_by_one(kind, double, block, columns, tmp_path):
     values = write(tmp_path, kind=kind, double=double, block=block)
     w13 = Checkpoint(tmp_path).expert_weight(PREFIX)
@@ -130,8 +130,9 @@ def tensor(end, function):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (said(blocksize="gone"), "blocksize must be a positive integer"),
-        (said(blocksize=0), "blocksize must be a positive integer"),
+        (said(blocksize="gone"), "blocksize must be a positive int32"),
+        (said(blocksize=0), "blocksize must be a positive int32"),
+        (said(nested_blocksize=10**30), "blocksize must be a positive int32"),
         (said(blocksize=7), "columns that share a factor of 8 or more with the blocks of 7"),
         (said(quant_type="nf3"), "quant_type must be one of"),
         (said(quant_type="fp4"), "quant_type must be that of its tensor's name, got 'fp4'"),
