@@ -143,6 +143,11 @@ class GgufFiles(TensorFiles):
         for name, entry in self.entries.items():
             if "_exps." not in name:
                 continue
+            if name.endswith("_exps.weight") and len(entry.shape) != 3:
+                raise ValueError(
+                    f"{entry} must be (experts, rows, columns), got {len(entry.shape)} "
+                    f"dimensions; {_DAMAGED}"
+                )
             if entry.shape[0] != self.integer(key):
                 raise ValueError(
                     f"{entry} must have {self.fields[key]} experts, as {key} says, got "
@@ -151,11 +156,20 @@ class GgufFiles(TensorFiles):
 
 
 def parts_of(path: str) -> list[str]:
-    """The paths of all files of a split one, of which this is one; of another file its own."""
+    """The paths of all files of a split one, of which this is one; of another file its own.
+
+    Raises:
+        ValueError: its name counts fewer parts than it is the number of.
+    """
     match = _PART.fullmatch(path)
     if match is None:
         return [path]
-    start, _, count = match.groups()
+    start, number, count = match.groups()
+    if not 1 <= int(number) <= int(count):
+        raise ValueError(
+            f"{path} must be one of the parts 1 to {int(count)} that its name counts, got "
+            f"{int(number)}; give the file the name that it was split to"
+        )
     return [f"{start}-{i + 1:05}-of-{count}{SUFFIX}" for i in range(int(count))]
 
 

@@ -126,6 +126,14 @@ def test_split_file(tmp_path):
         Checkpoint(tmp_path / "m-00001-of-00003.gguf")
 
 
+@pytest.mark.parametrize("name", ["m-00001-of-00000", "m-00003-of-00002", "m-00000-of-00002"])
+def test_a_part_is_one_of_those_that_its_name_counts(name, tmp_path):
+    for file in (name, "m-00001-of-00002", "m-00002-of-00002"):
+        gguf.write(tmp_path / f"{file}.gguf", FIELDS, {})
+    with pytest.raises(ValueError, match=f"{name}.gguf must be one of the parts 1 to"):
+        Checkpoint(tmp_path / f"{name}.gguf")
+
+
 def replaced(tensors, **changes):
     kind, shape, content = tensors["blk.0.ffn_up_exps.weight"]
     new = changes.get("kind", kind), changes.get("shape", shape), changes.get("content", content)
@@ -162,6 +170,7 @@ def replaced(tensors, **changes):
         ({}, {"shape": (E, N, 2 * K)}, {}, "must lie behind the tensor before it"),
         ({}, {"shape": (2**30, 2**30, K)}, {}, "must have elements, got shape"),
         ({}, {"shape": (1, 1, E, N, K)}, {}, "must have 1 to 4 dimensions, got 5"),
+        ({}, {"shape": (E, N * K)}, {}, r"ffn_up_exps.* must be \(experts, rows, columns\)"),
         ({}, {"kind": "Q4_1"}, {}, "must lie behind the tensor before it"),
     ],
 )
