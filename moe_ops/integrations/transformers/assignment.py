@@ -179,7 +179,7 @@ class Assignment:
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         spare = {t: target for t, target in unclaimed.items() if not _matches(ignored, t)}
         self._check_companions(modules, spare)
-        self._check_layers(spare)
+        self._check_all_taken(spare)
         self._check_missing(state.keys() - claimed - self.layers.keys(), unclaimed, spare)
         for target, sources in found.items():
             smallest = min(sources, key=lambda tensor: self.files.entries[tensor].bytes)
@@ -216,6 +216,10 @@ class Assignment:
             raise ValueError(
                 f"{entry} must be a plain weight or have scales of a known name beside it, got "
                 f"{entry.dtype}"
+            )
+        if self._in_order and entry.shape != tuple(parameter.shape):
+            raise ValueError(
+                f"{entry} must have shape {tuple(parameter.shape)}, got {entry.shape}"
             )
 
     def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
@@ -254,12 +258,16 @@ class Assignment:
             elif ours or (beside and role in _SCALES):
                 raise ValueError(f"{self._where(tensor)} must be absent: {why_refused(role)}")
 
-    def _check_layers(self, spare: dict[str, str]) -> None:
-        """Raise for a tensor of a GGUF file's layers that no parameter takes: the file's fields
-        say fewer layers than it has. A backbone has no head, and leaves that of the file out.
+    def _check_all_taken(self, spare: dict[str, str]) -> None:
+        """Raise for a tensor of a GGUF file that no parameter takes, other than a bias of zeros:
+        the model has fewer layers, or no such bias. A backbone has no head, and leaves that of the
+        file out.
         """
+        has_head = self.model.get_output_embeddings() is not None
         for tensor in spare if self._in_order else ():
-            if tensor.startswith("model.layers.") and not tensor.endswith(f".{BIAS}"):
+            if tensor.endswith(f".{BIAS}") and (has_head or not tensor.startswith("lm_head.")):
+                self._check_zero(tensor, "parameters of this name")
+            elif tensor.startswith("model.layers."):
                 raise ValueError(
                     f"{self._where(tensor)} must belong to a layer of the model, got a model of "
                     f"{getattr(self.model.config, 'num_hidden_layers', None)} layers, as the "

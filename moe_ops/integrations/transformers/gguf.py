@@ -126,15 +126,23 @@ def config_of(files: GgufFiles) -> PreTrainedConfig:
     vocabulary = files.entries.get("token_embd.weight")
     if vocabulary is None:
         raise ValueError(f"token_embd.weight must be in {files.files[0]}, got no tensor for it")
+    used, count = said["num_experts_per_tok"], said[arch.integers["expert_count"]]
+    if used > count:
+        raise ValueError(
+            f"{name}.expert_used_count of {files.files[0]} must be at most {count}, the number of "
+            f"experts, got {used}"
+        )
+    layers = {tensor.split(".")[1] for tensor in files.entries if tensor.startswith("blk.")}
     for key, value in (
+        ("block_count", len(layers)),
         ("attention.value_length", size),
         ("rope.dimension_count", size),
         ("vocab_size", vocabulary.shape[0]),
     ):
         if files.integer(f"{name}.{key}", value) != value:
             raise ValueError(
-                f"{name}.{key} of {files.files[0]} must be {value}, as in transformers' model, "
-                f"got {fields[key]}"
+                f"{name}.{key} of {files.files[0]} must be {value}, as the file's tensors and "
+                f"transformers' model have it, got {fields[key]}"
             )
     tokens = ((f"tokenizer.ggml.{name}_token_id", name) for name in ("bos", "eos", "padding"))
     ids = {to: files.fields[key] for key, to in tokens if type(files.fields.get(key)) is int}

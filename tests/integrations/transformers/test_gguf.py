@@ -225,7 +225,8 @@ Q = "qwen3moe."
             "rope.scaling.type of .* must be 'none', 'linear'",
         ),
         ({f"{Q}expert_feed_forward_length": 64}, "experts.down_proj must have shape"),
-        ({f"{Q}block_count": 2}, "model.layers.1.* must be in the checkpoint"),
+        ({f"{Q}block_count": 2**32 - 1}, "block_count of .* must be 1, as the file's tensors"),
+        ({f"{Q}expert_used_count": 5}, "expert_used_count of .* must be at most 4"),
         ({"general.architecture": "qwen9moe", "qwen9moe.expert_count": 4}, "got 'qwen9moe'"),
     ],
 )
@@ -255,9 +256,36 @@ def test_a_backbone_leaves_the_head_out(tmp_path):
 
 
 def test_layers_that_the_model_has_not_are_refused(tmp_path):
-    change("qwen3moe-wide-Q4_K_M", tmp_path, {"qwen3moe.block_count": 1})
-    with pytest.raises(ValueError, match=r"blk.1.* in .* must belong to a layer .* of 1 layers"):
+    name = "qwen3moe-wide-Q4_K_M"
+    change(name, tmp_path, {"qwen3moe.block_count": 1})
+    with pytest.raises(ValueError, match=r"block_count of .* must be 2"):
         load(tmp_path)
+    config = load(FIXTURES / name).config
+    del config.quantization_config, config.experts_implementation
+    config.num_hidden_layers = 1
+    with pytest.raises(ValueError, match=r"blk.1.* in .* must belong to a layer .* of 1 layers"):
+        load(FIXTURES / name, config=config)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "size"),
+    [
+        ("output_norm", 64),
+        ("output", 128),
+        ("blk.0.attn_norm", 64),
+        ("blk.0.attn_q", 64),
+        ("blk.0.ffn_gate_inp", 4),
+    ],
+)
+def test_biases_that_the_model_has_not_are_zeros(tensor, size, tmp_path):
+    for value in (0.0, 1.0):
+        content = torch.full((size,), value).numpy().tobytes()
+        change("qwen3moe-Q4_0", tmp_path, tensors={f"{tensor}.bias": ("F32", (size,), content)})
+        if value:
+            with pytest.raises(ValueError, match=rf"{tensor}.bias in .*model.gguf must be zero"):
+                load(tmp_path)
+        else:
+            load(tmp_path)
 
 
 def test_a_dense_model_is_refused(tmp_path):
@@ -293,7 +321,8 @@ def test_shapes_that_are_not_the_models_are_refused(tmp_path):
         half = len(content) // 2 if len(shape) > 1 else len(content) - 4
         cut = (shape[0] // 2, shape[1]) if len(shape) > 1 else (shape[0] - 1,)
         change("qwen3moe-Q4_0", tmp_path, tensors={tensor: (kind, cut, content[:half])})
-        with pytest.raises((ValueError, RuntimeError), match="shape|size mismatch|ismatch"):
+        where = rf"must have shape .*{tensor} in .*model.gguf|{tensor} in .* must have shape"
+        with pytest.raises(ValueError, match=where):
             load(tmp_path)
 
 
