@@ -8,8 +8,8 @@ elsewhere would get bytes that are not its own.
 
 from __future__ import annotations
 
+import io
 import math
-import mmap
 import re
 import struct
 from dataclasses import replace
@@ -174,20 +174,23 @@ def parts_of(path: str) -> list[str]:
 
 
 class _Reader:
-    """Reads numbers and strings of a header one after the other."""
+    """Reads numbers and strings of a header one after the other. The file is not mapped: the
+    system ends a process that reads beyond the end of one that was cut meanwhile.
+    """
 
-    def __init__(self, file: Path, data: mmap.mmap):
-        self.file, self.data, self.at = file, data, 0
+    def __init__(self, file: Path, data: io.BufferedReader, size: int):
+        self.file, self.data, self.size, self.at = file, data, size, 0
 
     def take(self, count: int) -> bytes:
-        if count > len(self.data) - self.at:
+        found = self.data.read(count) if count <= self.size - self.at else b""
+        if len(found) < count:
             raise ValueError(
                 f"{self.file} must go on after byte {self.at} of its header for {count} bytes, "
-                f"got {len(self.data)} bytes in all: the file is truncated or damaged; download "
+                f"got {self.size} bytes in all: the file is truncated or damaged; download "
                 "it again"
             )
         self.at += count
-        return self.data[self.at - count : self.at]
+        return found
 
     def numbers(self, kinds: str) -> tuple:
         return struct.unpack(f"<{kinds}", self.take(struct.calcsize(f"<{kinds}")))
@@ -225,10 +228,10 @@ class _Reader:
 
     def check_count(self, what: str, count: int, least: int) -> None:
         """Raise ValueError if the file is too short for this many of these bytes each."""
-        if count * least > len(self.data) - self.at:
+        if count * least > self.size - self.at:
             raise ValueError(
                 f"{what} of {self.file} must fit into the file, got {count} of at least {least} "
-                f"bytes each in the {len(self.data) - self.at} that are left: the file is "
+                f"bytes each in the {self.size - self.at} that are left: the file is "
                 "truncated or damaged; download it again"
             )
 
@@ -242,10 +245,11 @@ def read_header(file: Path) -> GgufHeader:
             file.
     """
     check_regular(file)
-    if file.stat().st_size < 24:
-        raise ValueError(f"{file} must be a GGUF file, got {file.stat().st_size} bytes")
-    with file.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _read(_Reader(file, data))
+    size = file.stat().st_size
+    if size < 24:
+        raise ValueError(f"{file} must be a GGUF file, got {size} bytes")
+    with file.open("rb") as data:
+        return _read(_Reader(file, data, size))
 
 
 def _read(reader: _Reader) -> GgufHeader:
@@ -314,7 +318,7 @@ def _tensor(reader: _Reader) -> tuple[Entry, int]:
 
 def _placed(reader: _Reader, described: list[tuple[Entry, int]], alignment: int) -> list[Entry]:
     """Tensors where they are in the file, if that is where they are said to be."""
-    file, data = reader.file, reader.data
+    file, size = reader.file, reader.size
     begin = _check_padding(reader, reader.at, alignment, "the header")
     entries, end = [], begin
     for entry, offset in described:
@@ -323,17 +327,17 @@ def _placed(reader: _Reader, described: list[tuple[Entry, int]], alignment: int)
                 f"{entry} must lie behind the tensor before it, at byte {end - begin} of the "
                 f"data, got {offset}; {_DAMAGED}"
             )
-        if end + entry.bytes > len(data):
+        if end + entry.bytes > size:
             raise ValueError(
-                f"{entry} must end in the file, got {len(data)} bytes instead of at least "
+                f"{entry} must end in the file, got {size} bytes instead of at least "
                 f"{end + entry.bytes}: the file is truncated; download it again"
             )
         entries.append(replace(entry, begin=end))
         end = _check_padding(reader, end + entry.bytes, alignment, str(entry))
-    if end < len(data):
+    if end < size:
         before = entries[-1] if entries else "the header"
         raise ValueError(
-            f"{before} must end the file {file} at byte {end}, got {len(data)} bytes; {_DAMAGED}"
+            f"{before} must end the file {file} at byte {end}, got {size} bytes; {_DAMAGED}"
         )
     return entries
 
@@ -341,7 +345,8 @@ def _placed(reader: _Reader, described: list[tuple[Entry, int]], alignment: int)
 def _check_padding(reader: _Reader, end: int, alignment: int, what: str) -> int:
     """Where what follows begins; ValueError unless zeros lie between. A file may end before."""
     begin = -(-end // alignment) * alignment
-    if any(reader.data[end:begin]):
+    reader.data.seek(end)
+    if any(reader.data.read(min(begin, reader.size) - end)):
         raise ValueError(
             f"{what} must be followed by zeros in {reader.file} from byte {end} to {begin}, got "
             f"others; {_DAMAGED}"

@@ -1,6 +1,7 @@
 """GGUF files: the values of every type of blocks, what is refused, and files that are damaged."""
 
 import hashlib
+import os
 import random
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from moe_ops.integrations.checkpoints import Checkpoint
+from moe_ops.integrations.checkpoints import gguf as reader
 from moe_ops.tensors import ExpertTensor
 from tests.support import gguf
 from tests.support.paths import ROOT
@@ -212,6 +214,20 @@ def test_truncated(kept, tmp_path):
     path = gguf.write(tmp_path / "model.gguf", FIELDS, experts("Q4_0"))
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match="model.gguf"):
+        Checkpoint(path)
+
+
+def test_cut_while_it_is_read(tmp_path, monkeypatch):
+    fields = FIELDS | {"tokenizer.ggml.tokens": ["word"] * 50_000}
+    path = gguf.write(tmp_path / "model.gguf", fields, experts("Q4_0"))
+    string = reader._Reader.string
+
+    def cut(self, what):
+        os.truncate(path, 4096)
+        return string(self, what)
+
+    monkeypatch.setattr(reader._Reader, "string", cut)
+    with pytest.raises(ValueError, match="model.gguf must go on after byte"):
         Checkpoint(path)
 
 
