@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import warnings
 import weakref
 
 import torch
 from torch import Tensor
 
+_PAGE = 4096
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
@@ -23,9 +23,10 @@ class HostMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        # The storage begins at a page: torch asks of its first byte whether a tensor is pinned.
-        pages = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.data: Tensor = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
+        whole = torch.empty(num_bytes + _PAGE, dtype=torch.uint8, device="cpu")
+        begin = -whole.data_ptr() % _PAGE
+        # A storage of its own, for torch asks of its first byte whether a tensor is pinned.
+        self.data: Tensor = torch.from_dlpack(whole[begin : begin + num_bytes])
         self.pinned = device.type == "cuda" and self._pin(self.data.data_ptr(), device)
 
     def _pin(self, address: int, device: torch.device) -> bool:

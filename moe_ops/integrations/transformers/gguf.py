@@ -11,7 +11,6 @@ architecture each is used, known to change nothing, or refused by name. The same
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import re
 import tomllib
@@ -24,8 +23,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto import auto_factory, modeling_auto
 from transformers.utils import cached_file
 
 from moe_ops.integrations.checkpoints import ggml
@@ -33,7 +30,6 @@ from moe_ops.integrations.checkpoints.common import shown
 from moe_ops.integrations.checkpoints.experts import Checkpoint
 from moe_ops.integrations.checkpoints.gguf import GgufFiles, parts_of
 from moe_ops.integrations.checkpoints.headers import Entry
-from moe_ops.integrations.transformers.config import MoeOpsConfig
 
 _ROLES = ("weight", "bias", ggml.FACTOR, ggml.IGNORED)
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
@@ -288,7 +284,7 @@ def _files(path: Any, kwargs: dict[str, Any]) -> list[str]:
     return [part if os.path.isfile(part) else cached_file(path, part, **hub) for part in parts]
 
 
-def _load(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def load(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A model of transformers from a GGUF file, whose `from_pretrained` is ``original``."""
     checkpoint = Checkpoint(_files(path, kwargs))
     assert isinstance(checkpoint.files, GgufFiles)
@@ -307,32 +303,8 @@ def _load(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[st
     return loaded
 
 
-def _choose(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def choose(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An auto class's `from_pretrained`: it takes the model's class from the configuration."""
     if not isinstance(kwargs.get("config"), PreTrainedConfig):
         kwargs["config"] = config_of(GgufFiles(_files(path, kwargs)))
     return original(cls, path, *args, **kwargs)
-
-
-def _with_gguf(original: Callable, ours: Callable) -> Any:
-    """A `from_pretrained` that is ``ours`` where a MoeOpsConfig is given beside a GGUF file, which
-    transformers refuses.
-    """
-
-    @functools.wraps(original)
-    def from_pretrained(cls: type, path: Any, *args: Any, **kwargs: Any) -> Any:
-        given = isinstance(kwargs.get("quantization_config"), MoeOpsConfig)
-        if given and kwargs.get("gguf_file") is not None:
-            return ours(original, cls, path, args, kwargs)
-        return original(cls, path, *args, **kwargs)
-
-    return classmethod(from_pretrained)
-
-
-def register() -> None:
-    """Let `from_pretrained` of models and of auto classes read GGUF files for a MoeOpsConfig."""
-    autos = [c for c in vars(modeling_auto).values() if isinstance(c, type)]
-    autos = [c for c in autos if issubclass(c, auto_factory._BaseAutoModelClass)]
-    for cls, ours in ((PreTrainedModel, _load), *((c, _choose) for c in autos)):
-        if "from_pretrained" in vars(cls):
-            cls.from_pretrained = _with_gguf(cls.from_pretrained.__func__, ours)

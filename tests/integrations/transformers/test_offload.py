@@ -688,6 +688,7 @@ def test_loading_peaks_at_the_model_and_one_layer(scheme, tmp_path):
     answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert answer.returncode == 0, answer.stderr
     peak, after, whole, layer = json.loads(answer.stdout.splitlines()[-1])
-    room = 24 * 2**20  # of reading and converting, and of allocators
+    # of reading, and of allocators; a layer is rounded to int8 in fp32
+    room = 24 * 2**20 + (4 * layer if scheme else 0)
     assert peak < whole + layer + room, (peak, whole, layer)
     assert after < whole + room, (after, whole)
