@@ -15,10 +15,8 @@ import time
 from pathlib import Path
 
 import torch
-import transformers
 
 import moe_ops
-import moe_ops.integrations.transformers as moe_transformers
 
 BEGIN = time.perf_counter()
 
@@ -28,6 +26,8 @@ def say(*what):
 
 
 def build(args):
+    import transformers
+
     config = transformers.Qwen3MoeConfig(
         hidden_size=2048,
         intermediate_size=6144,
@@ -76,7 +76,9 @@ def generate(model, ids, tokens, compiled):
     options = {}
     if compiled:
         mode = "reduce-overhead" if ids.is_cuda else "default"
-        config = transformers.CompileConfig(fullgraph=True, mode=mode)
+        from transformers import CompileConfig
+
+        config = CompileConfig(fullgraph=True, mode=mode)
         config._compile_all_devices = True
         options = {"cache_implementation": "static", "compile_config": config}
     torch.manual_seed(1)
@@ -137,6 +139,10 @@ def main():
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    import transformers
+
+    import moe_ops.integrations.transformers as moe_transformers
+
     result = {
         "gpu": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
         "torch": torch.__version__,
