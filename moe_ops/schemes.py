@@ -207,6 +207,11 @@ class QuantDesc:
         return self.format.storage
 
     @property
+    def one_scale(self) -> bool:
+        """Whether a scale, perhaps beside others, is one of all rows."""
+        return self.group.is_tensor or self.global_scale
+
+    @property
     def has_zero(self) -> bool:
         """Whether each scale has a zero point or a minimum beside it."""
         return self.zero_point or self.minimum

@@ -310,7 +310,7 @@ def _check(given: Mapping[str, Tensor | None], layer: Layer) -> None:
         desc = get_scheme(weight.scheme).activation
         if desc is None:
             continue
-        if weight.activation_scale is None and (desc.group.is_tensor or desc.global_scale):
+        if weight.activation_scale is None and desc.one_scale:
             raise ValueError(
                 f"{role} must have an activation_scale for scheme {weight.scheme!r}: without one "
                 "all tokens share a scale, which passes over slots cannot know; give "

@@ -13,6 +13,11 @@ _PAGE = 4096
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
+def with_own_storage(view: Tensor) -> Tensor:
+    """The same memory as a storage that begins with it, and that keeps the viewed one alive."""
+    return torch.from_dlpack(view)
+
+
 class HostMemory:
     """Bytes of host memory, pinned for a GPU: registered as they are, because what torch pins
     itself is rounded up to a power of two. They stay pinned as long as this object lives.
@@ -25,8 +30,8 @@ class HostMemory:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         whole = torch.empty(num_bytes + _PAGE, dtype=torch.uint8, device="cpu")
         begin = -whole.data_ptr() % _PAGE
-        # A storage of its own, for torch asks of its first byte whether a tensor is pinned.
-        self.data: Tensor = torch.from_dlpack(whole[begin : begin + num_bytes])
+        # torch asks of the first byte of a storage whether a tensor is pinned
+        self.data = with_own_storage(whole[begin : begin + num_bytes])
         self.pinned = device.type == "cuda" and self._pin(self.data.data_ptr(), device)
 
     def _pin(self, address: int, device: torch.device) -> bool:

@@ -98,7 +98,7 @@ def one_scale(scheme: str) -> bool:
     activation = get_scheme(scheme).activation
     if activation is None or activation.static:
         return False
-    return activation.group.is_tensor or activation.global_scale
+    return activation.one_scale
 
 
 # --- the arrays over experts ---------------------------------------------------------------------

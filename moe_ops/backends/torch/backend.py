@@ -227,7 +227,7 @@ def _amax_of_h(a: ExpertsArgs, amax_of_x: Tensor | None) -> Tensor:
 def _has_one_scale(scheme: str) -> bool:
     """Whether all rows of quantized activations share a scale that follows from them."""
     desc = get_scheme(scheme).activation
-    return desc is not None and not desc.static and (desc.group.is_tensor or desc.global_scale)
+    return desc is not None and not desc.static and desc.one_scale
 
 
 def _activate(

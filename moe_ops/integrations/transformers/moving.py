@@ -22,6 +22,7 @@ from moe_ops.integrations.transformers.residency import (
 from moe_ops.integrations.transformers.sizes import size_text
 from moe_ops.residency import holding
 from moe_ops.residency.experts import ResidentExperts
+from moe_ops.residency.host import with_own_storage
 from moe_ops.schemes import get_scheme
 from moe_ops.tensors import ExpertTensor
 from moe_ops.tensors.sharding import is_fsdp
@@ -76,7 +77,7 @@ def check(layer: Layer, loaded: bool = True) -> None:
 def check_scheme(scheme: str) -> None:
     """Raise ValueError if experts that a plain checkpoint is quantized to cannot have slots."""
     activation = get_scheme(scheme).activation
-    if activation is not None and (activation.group.is_tensor or activation.global_scale):
+    if activation is not None and activation.one_scale:
         raise ValueError(
             f"scheme must have no scale that all tokens share for experts in host memory, got "
             f"{scheme!r}: a call runs in passes, each over some of the experts. Take one with a "
@@ -149,5 +150,4 @@ def _apart(rows: Any) -> Any:
         return rows._replace(**{name: _apart(getattr(rows, name)) for name in names})
     if not rows.is_contiguous():
         return rows
-    array = rows.view(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(array).view(rows.dtype).view(rows.shape)
+    return with_own_storage(rows.view(-1).view(torch.uint8)).view(rows.dtype).view(rows.shape)
