@@ -57,6 +57,30 @@ print(json.dumps(steps))
     assert steps == [[], [], [], False, True]
 
 
+@pytest.mark.slow  # a fresh process imports transformers' models, 5 s
+def test_the_transformers_integration_is_light():
+    """It imports no library that transformers' models did not, and of this package neither what
+    reads checkpoints nor kernels, commands or bundles.
+    """
+    code = """
+import json, sys
+import transformers.models.qwen3_moe.modeling_qwen3_moe
+before = set(sys.modules)
+import moe_ops.integrations.transformers
+new = set(sys.modules) - before
+later = ("bench", "bundle", "info", "integrations.checkpoints", "kernels.device", "kernels.gemm",
+         "kernels.mixed_gemm.sm80_mma", "kernels.place.sort", "kernels.router.topk", "selfcheck",
+         "tuning")
+print(json.dumps([
+    sorted({name.split(".")[0] for name in new}),
+    sorted(name for name in new if name.startswith(tuple(f"moe_ops.{n}" for n in later))),
+]))
+"""
+    libraries, late = json.loads(run_python(code).splitlines()[-1])
+    assert set(libraries) <= {"moe_ops", "tomllib"}
+    assert late == []
+
+
 def test_public_names_exist():
     for name in moe_ops.__all__:
         assert getattr(moe_ops, name) is not None
