@@ -13,6 +13,7 @@ from typing import Any
 from moe_ops import pickling as _pickling  # noqa: F401 - torch.load knows it from here on
 from moe_ops.activations import Activation
 from moe_ops.autograd.adapters import LoRA
+from moe_ops.autograd.stack import LoRAStack
 from moe_ops.backends import list_backends
 from moe_ops.batch_invariance import set_batch_invariant
 from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear
@@ -57,6 +58,7 @@ __all__ = [
     "Int8ExpertTensor",
     "LevelsExpertTensor",
     "LoRA",
+    "LoRAStack",
     "MXExpertTensor",
     "MoEConfig",
     "MoELayer",

@@ -14,6 +14,8 @@ docs/add_a_backend.md builds one from them. They are those that backends of this
 - A `Lazy` names a launcher whose module the first call imports, a `Relayout` a layout of weights
   that `moe_ops.prepare` makes, a `Shortcut` a way past the launcher.
 - `activations` has the `Activation` of an operator's options, and applies it in torch.
+- An `Adapts` among what a backend takes runs `AdaptedArgs`: experts whose tokens have the adapters
+  of a `TokenAdapters`.
 - For calls with an exchange between ranks: `has_own_rows`, `sends_quantized`, `gathered`, and with
   Triton the kernels `sum_ranks` and `push_own_rows`.
 """
@@ -28,8 +30,14 @@ from moe_ops.activations import Activation
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta.workspace import carve, cdiv, maximum, minimum, round_up
 from moe_ops.numerics.permute import local_ids
-from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
-from moe_ops.ops.backend import Backend, Claim, Exchanges, Library, Shortcut, Takes
+from moe_ops.ops.args import (
+    AdaptedArgs,
+    BatchedExpertsArgs,
+    ExpertsArgs,
+    GroupedLinearArgs,
+    TokenAdapters,
+)
+from moe_ops.ops.backend import Adapts, Backend, Claim, Exchanges, Library, Shortcut, Takes
 from moe_ops.ops.chunks import batched_chunks, chunks
 from moe_ops.ops.exchange import gathered, has_own_rows, sends_quantized
 from moe_ops.ops.library import register
@@ -44,6 +52,8 @@ _WITH_TRITON = {
 
 __all__ = [
     "Activation",
+    "AdaptedArgs",
+    "Adapts",
     "Backend",
     "BatchedExpertsArgs",
     "Buffer",
@@ -59,6 +69,7 @@ __all__ = [
     "Relayout",
     "Shortcut",
     "Takes",
+    "TokenAdapters",
     "Workspaces",
     "activations",
     "batched_chunks",

@@ -19,8 +19,9 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from moe_ops import activations, checks
 from moe_ops.activations import Activation
 from moe_ops.autograd import adapters as low_rank
-from moe_ops.autograd import composition, training
+from moe_ops.autograd import composition, stack, training
 from moe_ops.autograd.adapters import LoRA
+from moe_ops.autograd.stack import LoRAStack
 from moe_ops.batch_invariance import resolve
 from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.ops.options import Options
@@ -54,7 +55,8 @@ def fused_experts(
     hidden_states_global_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     recompute: bool = False,
-    adapters: LoRA | Sequence[LoRA] | None = None,
+    adapters: LoRA | Sequence[LoRA] | LoRAStack | None = None,
+    adapter_ids: Tensor | None = None,  # (M,)
     batch_invariant: bool | None = None,
     exchange: str = "",
 ) -> Tensor:
@@ -107,6 +109,10 @@ def fused_experts(
         adapters: one `LoRA` or several, added to the weights, which may be quantized. Gradients
             flow to the adapters, and through them to hidden_states. Calls with adapters take the
             path of training, also where no gradients are recorded: backend "auto" or "torch".
+            Or, without gradients, a `LoRAStack`, of which each token has its own adapter:
+            backend "auto", "torch" or "triton".
+        adapter_ids: (M,), int32 or int64, beside a LoRAStack: the number of each token's adapter
+            in it. Any other number, such as -1, is none. Values are read on the device alone.
         batch_invariant: a token's row has the same bits whatever the other tokens of the batch
             are, their number and order, and whether or not gradients are recorded
             (docs/reproducibility.md). None: the process default of
@@ -159,7 +165,10 @@ def fused_experts(
     )
     if isinstance(adapters, (list, tuple)) and not adapters:
         adapters = None
-    if adapters is not None:
+    of_tokens = isinstance(adapters, LoRAStack) or adapter_ids is not None
+    if of_tokens:
+        needs_grad = False  # refused if it is asked for, once the call is known
+    elif adapters is not None:
         matrices = low_rank.check_call(adapters, backend, hidden_states_scale)
         if forward_ad._current_level >= 0:
             refuse_tangents(matrices)
@@ -189,6 +198,9 @@ def fused_experts(
         hidden_states_scale,
         hidden_states_global_scale,
     )
+    if of_tokens:
+        trained = (hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias)
+        return stack.run(call, adapters, adapter_ids, backend, trained)
     if not (needs_grad or torch.compiler.is_compiling()):
         return bind.run(call, backend)
     bound = bind.look_up(call, backend)

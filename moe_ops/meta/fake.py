@@ -200,6 +200,49 @@ def check_resident(a: Any, bits: Bits) -> Any:
     return K
 
 
+def check_adapted(a: Any, bits: Bits) -> None:
+    """Checks of `adapted_experts`."""
+    check_experts(a, bits)
+    ids = a.adapter_ids
+    _check(a.adapter_workspace.dtype == torch.float32, "adapter_workspace must be fp32")
+    _check(ids.ndim == 1 and ids.dtype in _IDS, "adapter_ids must be 1-D, int32 or int64")
+    _check_rows(ids.shape[0], a.out.shape[0], "adapter_ids must have one per row of hidden_states")
+    _check(not _wrong_matrix(a, bits), "adapters must have the shapes of the weights")
+
+
+def rows_adapted(a: Any) -> None:
+    """Check the real numbers of rows of `adapted_experts`."""
+    rows_experts(a)
+    if a.adapter_ids.shape[0] != a.hidden_states.shape[0]:
+        _rows("adapter_ids", a.adapter_ids.shape[0], "hidden_states", a.hidden_states.shape[0])
+
+
+def sizes_adapted(a: Any, bits: Bits) -> None:
+    """Check the other real sizes of `adapted_experts`."""
+    sizes_experts(a, bits)
+    wrong = _wrong_matrix(a, bits)
+    if wrong:
+        raise ValueError(
+            f"{wrong} must have the experts, rows and columns of its weight, and its partner's "
+            f"rank, got {tuple(getattr(a, wrong).shape)}"
+        )
+
+
+def _wrong_matrix(a: Any, bits: Bits) -> str:
+    """Name of a matrix of `adapted_experts` whose shape does not fit; "" if all do."""
+    (E, N, _), n = a.w13.shape, a.adapter_scales.shape[0]
+    K, I = a.out.shape[1], unpacked_size(a.w2.shape[2], bits.w2)
+    for suffix, rows, columns in (("13", N, K), ("2", K, I)):
+        of_a, of_b = getattr(a, f"a{suffix}"), getattr(a, f"b{suffix}")
+        if of_a is None and of_b is None:
+            continue
+        if of_a is None or of_a.ndim != 4 or of_a.shape != (n, E, of_a.shape[2], columns):
+            return f"a{suffix}"
+        if of_b is None or of_b.shape != (n, E, rows, of_a.shape[2]):
+            return f"b{suffix}"
+    return ""
+
+
 def check_batched_experts(a: Any, bits: Bits) -> None:
     """Checks of `<backend>_batched_experts`."""
     _check_workspaces(a)

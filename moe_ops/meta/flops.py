@@ -20,6 +20,15 @@ def experts(a: Any, bits: Bits) -> int:
     return 2 * M * a.topk_ids[1] * K * (a.w13[1] + unpacked_size(a.w2[2], bits.w2))
 
 
+def adapted_experts(a: Any, bits: Bits) -> int:
+    """FLOPs of `adapted_experts`: those of `experts`, and the low-rank products as if each token
+    had an adapter.
+    """
+    matrices = [t for t in (a.a13, a.b13, a.a2, a.b2) if t is not None]
+    of_pair = sum([t[2] * t[3] for t in matrices])
+    return experts(a, bits) + 2 * a.out[0] * a.topk_ids[1] * of_pair
+
+
 def batched_experts(a: Any, bits: Bits) -> int:
     """FLOPs of `<backend>_batched_experts`: both products for E * T rows."""
     E, T, K = a.out

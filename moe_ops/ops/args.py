@@ -77,6 +77,76 @@ class ExpertsArgs(NamedTuple):
         return num_blocks(self.global_experts) if self.options.batch_invariant else 1
 
 
+class TokenAdapters(NamedTuple):
+    """A stack of n low-rank adapters, and the adapter of each token. For token m with i =
+    adapter_ids[m], scales[i] * b13[i, e] @ a13[i, e] is added to w13[e], and likewise to w2[e];
+    nothing where i is no number of an adapter.
+    """
+
+    a13: Tensor | None  # (n, E, r, K), in the dtype of hidden_states
+    b13: Tensor | None  # (n, E, N, r)
+    a2: Tensor | None  # (n, E, r, I); the rank may be another one
+    b2: Tensor | None  # (n, E, K, r)
+    scales: Tensor  # (n,) fp32
+    ids: Tensor  # (M,) int32 or int64
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Ranks of the pairs of w13 and of w2; 0 where there is none."""
+        first, second = [0 if a is None else a.shape[2] for a in (self.a13, self.a2)]
+        return first, second
+
+
+class AdaptedArgs(NamedTuple):
+    """Arguments of `moe_ops::adapted_experts`: those of ExpertsArgs, and of TokenAdapters."""
+
+    out: Tensor  # (M, K), written
+    workspace13: Tensor  # written
+    workspace2: Tensor  # written
+    index_workspace: Tensor  # int32, written
+    adapter_workspace: Tensor  # fp32, written
+    hidden_states: Tensor  # (M, K)
+    w13: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    w13_scale: Scale
+    w13_zero_point: Scale
+    w13_global_scale: Scale
+    w13_channel_scale: Scale
+    a13_scale: Scale
+    w2_scale: Scale
+    w2_zero_point: Scale
+    w2_global_scale: Scale
+    w2_channel_scale: Scale
+    a2_scale: Scale
+    hidden_states_scale: Scale  # always None
+    hidden_states_global_scale: Scale  # likewise
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    expert_map: Tensor | None
+    a13: Tensor | None
+    b13: Tensor | None
+    a2: Tensor | None
+    b2: Tensor | None
+    adapter_scales: Tensor
+    adapter_ids: Tensor
+    scheme: str
+    layout: str
+    options: Options
+
+    @property
+    def experts(self) -> ExpertsArgs:
+        """The arguments of the layer without adapters."""
+        return ExpertsArgs._make([getattr(self, name) for name in ExpertsArgs._fields])
+
+    @property
+    def adapters(self) -> TokenAdapters:
+        return TokenAdapters(
+            self.a13, self.b13, self.a2, self.b2, self.adapter_scales, self.adapter_ids
+        )
+
+
 class ResidentArgs(NamedTuple):
     """Arguments of `moe_ops::resident_experts`, which finds the weights by `options.resident`."""
 

@@ -78,6 +78,16 @@ class Library:
         return environment.newer_than_tested(self.distribution, self.newest_tested)
 
 
+class Adapts(NamedTuple):
+    """How a backend runs experts whose tokens have adapters."""
+
+    run: Callable[[Any], None]  # the launcher, of AdaptedArgs
+    # fp32 elements of `adapter_workspace`: (M, problem, ranks of the pairs of w13 and of w2)
+    elements: Callable[[Any, Problem, tuple[int, int]], Any] = lambda M, problem, ranks: 0
+    # reasons why it does not, in addition to those of the problem without adapters
+    supports: Callable[[Problem, Machine], list[str]] = lambda problem, machine: []
+
+
 @dataclass(frozen=True)
 class Takes:
     """The calls that a backend takes, in addition to what `supports` says of each problem."""
@@ -97,6 +107,7 @@ class Takes:
     # runs the arguments of experts in passes over subsets of them, as
     # `pipeline.gathered.run_in_passes`; without passes, as its launcher, those of `Options.slots`
     passes: Callable[..., None] | None = None
+    adapts: Adapts | None = None  # None: its tokens have no adapters
     # reasons why, under `Options.batch_invariant`, the bits of a token's row may depend on its
     # batch, or differ from those of another backend that takes the problem; empty if they do not
     depends_on_batch: Callable[[Problem, Machine], list[str]] = _not_shown

@@ -27,6 +27,7 @@ from moe_ops.environment import when_imported
 from moe_ops.meta import fake, flops
 from moe_ops.ops import memory, transforms
 from moe_ops.ops.args import (
+    AdaptedArgs,
     BatchedExpertsArgs,
     ExpertsArgs,
     GroupedLinearArgs,
@@ -46,7 +47,7 @@ LIB = torch.library.Library("moe_ops", "DEF")
 TORCH_DEVICES = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
 
 _TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?"}
-_WRITTEN = ("out", "workspace13", "workspace2", "index_workspace")
+_WRITTEN = ("out", "workspace13", "workspace2", "index_workspace", "adapter_workspace")
 # The slots of `scales`: these of each weight, then those of a quantized input.
 _SLOTS = ("scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
 _INPUT_SLOTS = ("scale", "global_scale")
@@ -126,6 +127,15 @@ KINDS = {
         flops.grouped_linear,
     ),
 }
+
+# of calls of `experts` whose tokens have adapters
+ADAPTED = Kind(
+    AdaptedArgs,
+    fake.check_adapted,
+    fake.rows_adapted,
+    fake.sizes_adapted,
+    flops.adapted_experts,
+)
 
 # of calls of `experts` whose weights the operator finds (ops/resident.py)
 RESIDENT = Kind(

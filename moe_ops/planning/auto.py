@@ -1,5 +1,6 @@
 """The ops that pick a tier from the real M and call the launcher of that backend: that of plans
-with several tiers, and that of resident experts, which finds the weights first.
+with several tiers, that of tokens with adapters, and that of resident experts, which finds the
+weights first.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from moe_ops import backends
 from moe_ops.backends.torch.backend import workspace_shapes
 from moe_ops.ops import library
-from moe_ops.ops.args import ResidentArgs
+from moe_ops.ops.args import AdaptedArgs, ResidentArgs
 from moe_ops.ops.backend import Backend
 from moe_ops.ops.options import tiers_of_text
 from moe_ops.ops.resident import resident_of
@@ -74,21 +75,35 @@ RESIDENT = library.operator(
 )
 
 
+def _launch_adapted(args: AdaptedArgs) -> None:
+    if args.out.shape[0] == 0:
+        return
+    adapts = _of_rows(_parse_tiers(args.options.tiers_text), args.out.shape[0]).takes.adapts
+    assert adapts is not None, args.options.tiers_text
+    adapts.run(args)
+
+
+ADAPTED = library.operator(
+    "adapted_experts", library.ADAPTED, _launch_adapted, library.TORCH_DEVICES
+)
+
+
 def served_by(op: Any, values: Sequence[Any]) -> tuple[Backend, int] | None:
     """The backend that runs an operator with these arguments, and the number of rows.
 
     None for operators that belong to no backend: those of routers and of training.
     """
-    if op == RESIDENT.op:
-        args, rows = library.RESIDENT.unpack(values), values[0].shape[0]
-        return _of_rows(_parse_tiers(args.options.tiers_text), rows), rows
+    for one, kind in ((RESIDENT, library.RESIDENT), (ADAPTED, library.ADAPTED)):
+        if op == one.op:
+            text, rows = kind.unpack(values).options.tiers_text, values[0].shape[0]
+            return _of_rows(_parse_tiers(text), rows), rows
     for backend in (*backends.BACKENDS, AUTO):
-        for kind, known in backend.operators.items():
+        for name, known in backend.operators.items():
             if known.op == op:
-                rows = values[0].shape[_ROWS_OF[kind]]
+                rows = values[0].shape[_ROWS_OF[name]]
                 if backend is AUTO:
                     backend = _of_rows(
-                        _parse_tiers(library.KINDS[kind].unpack(values).options.tiers_text), rows
+                        _parse_tiers(library.KINDS[name].unpack(values).options.tiers_text), rows
                     )
                 return backend, rows
     return None

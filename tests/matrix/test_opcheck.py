@@ -101,6 +101,8 @@ def experts_call(
     backend: str,
     training: bool = False,
     adapted: bool = False,
+    stack: moe_ops.LoRAStack | None = None,
+    adapter_ids: torch.Tensor | None = None,
 ):
     """A function that calls one of the public functions."""
     dtype = torch.float32
@@ -148,6 +150,8 @@ def experts_call(
         matrices = [torch.randn(E, *size, device=device).requires_grad_() for size in sizes]
         matrices[:2] = (None, None) if variant == "plain" else matrices[:2]
         options["adapters"] = moe_ops.LoRA(*matrices, 0.5)
+    if stack is not None:
+        options |= {"adapters": stack, "adapter_ids": adapter_ids}
     return lambda: moe_ops.fused_experts(x, w13, w2, weights, ids, **options)
 
 
@@ -218,6 +222,19 @@ def training_calls(name: str, variant: str, device: str) -> list[Call]:
     return recorded(lambda: call().sum().backward(), name)
 
 
+def adapted_calls(name: str, variant: str, device: str) -> list[Call]:
+    """Samples in which tokens have adapters of a stack: of w2 alone where weights are plain."""
+    n, r = 2, 4
+    sizes = ((r, K), (2 * I, r), (r, I), (K, r))
+    matrices = [torch.randn(n, E, *size, device=device) for size in sizes]
+    if variant == "plain":
+        matrices[:2] = (None, None)
+    stack = moe_ops.LoRAStack(*matrices, torch.tensor([0.5, 2.0], device=device))
+    ids = torch.tensor([1, -1, 0, 7], device=device)[:M]
+    call = experts_call("experts", variant, device, "auto", stack=stack, adapter_ids=ids)
+    return recorded(call, name)
+
+
 def route_calls(name: str, variant: str, device: str) -> list[Call]:
     """The op itself: public calls take it on CUDA alone."""
     experts = 8
@@ -247,6 +264,7 @@ SAMPLES |= {
     "experts_backward": (training_calls, ("plain", "everything", *QUANTIZED)),
     "lora_experts_forward": (training_calls, ("plain", "everything", *QUANTIZED)),
     "lora_experts_backward": (training_calls, ("plain", "everything", *QUANTIZED)),
+    "adapted_experts": (adapted_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_mm": (training_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_outer": (training_calls, ("plain", "everything")),
     "route": (route_calls, ("plain", "everything")),
@@ -278,6 +296,7 @@ def test_every_op_has_samples():
     names -= {f"moe_ops::{op}" for op in ("symmetric_gather", "symmetric_reduce", "quantize_rows")}
     # operators cannot be taken back: other tests may have registered backends of their own
     ours = {f"moe_ops::{b}_{kind}" for b in ("auto", *moe_ops.list_backends()) for kind in KINDS}
+    ours.add("moe_ops::adapted_experts")
     of_backends = {name for name in names if name.endswith(tuple(KINDS))}
     names -= of_backends - ours
     assert {name.removeprefix("moe_ops::") for name in names} == set(SAMPLES)

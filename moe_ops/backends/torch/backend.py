@@ -14,6 +14,8 @@ from torch import Tensor
 
 from moe_ops import activations, numerics
 from moe_ops.backend import (
+    AdaptedArgs,
+    Adapts,
     Backend,
     BatchedExpertsArgs,
     Buffer,
@@ -23,13 +25,14 @@ from moe_ops.backend import (
     Problem,
     Shortcut,
     Takes,
+    TokenAdapters,
     Workspaces,
     batched_chunks,
     chunks,
     register,
 )
 from moe_ops.backends.torch import cpu, layer
-from moe_ops.backends.torch.grouped_mm import grouped_mm, product_of_rows, values
+from moe_ops.backends.torch.grouped_mm import adapted_mm, grouped_mm, product_of_rows, values
 from moe_ops.meta import workspace
 from moe_ops.numerics import permute, sums
 from moe_ops.ops.library import TORCH_DEVICES
@@ -125,11 +128,22 @@ def _shortcut(a: ExpertsArgs | BatchedExpertsArgs | GroupedLinearArgs) -> Shortc
     return layer.shortcut(a) if isinstance(a, ExpertsArgs) else None
 
 
-def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None) -> None:
+def _launch_adapted(a: AdaptedArgs) -> None:
+    _experts(a.experts, None, None, a.adapters)
+
+
+def _experts(
+    a: ExpertsArgs,
+    amax_of_x: Tensor | None,
+    amax_of_h: Tensor | None,
+    adapters: TokenAdapters | None = None,
+) -> None:
     """A layer, or a chunk of its tokens."""
     (M, K), S, pairs, weights = a.out.shape, a.topk_ids.numel(), _sort(a), a.topk_weights
     dtype = _compute_dtype(a.w2.dtype, a.scheme)
-    hidden = _hidden(a, pairs, amax_of_x)
+    hidden, added = _hidden(a, pairs, amax_of_x, adapters), None
+    if adapters is not None:
+        added = adapted_mm(hidden, adapters.a2, adapters.b2, adapters, pairs)
     scheme = a.w2_scheme
     if scheme:
         valid = pairs.experts < a.w13.shape[0]
@@ -146,6 +160,8 @@ def _experts(a: ExpertsArgs, amax_of_x: Tensor | None, amax_of_h: Tensor | None)
         out=workspace.carve(a.workspace2, (S, K), dtype),
         batch_invariant=a.options.batch_invariant,
     )
+    if added is not None:
+        y += added
     if a.options.router_weight_on_input:
         weights = torch.ones_like(weights)
     # the sum of a rank, which is asked for in fp32, adds no otherwise than that of one device
@@ -179,13 +195,22 @@ def _inputs(a: ExpertsArgs, pairs: permute.Pairs) -> Tensor:
     return permute.weigh_inputs(x.to(torch.float32) if a.scheme else x, a.topk_weights, pairs)
 
 
-def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> Tensor:
+def _hidden(
+    a: ExpertsArgs,
+    pairs: permute.Pairs,
+    amax_of_x: Tensor | None,
+    adapters: TokenAdapters | None = None,
+) -> Tensor:
     """The activation's output h (S, I)."""
     N, K, S = a.w13.shape[1], a.out.shape[1], a.topk_ids.numel()
     act = a.options.activation
     dtype = _compute_dtype(a.w2.dtype, a.scheme)
     tokens = torch.floor_divide(pairs.order, a.topk_ids.shape[1])
     x, scheme = _inputs(a, pairs), a.w13_scheme
+    added = None
+    if adapters is not None:
+        rows = x.index_select(0, tokens).to(dtype)
+        added = adapted_mm(rows, adapters.a13, adapters.b13, adapters, pairs)
     quantizes = scheme != "" and a.hidden_states_scale is None
     by_pair = quantizes and a.a13_scale is not None and a.a13_scale.numel() > 1
     if quantizes and not by_pair:
@@ -208,6 +233,8 @@ def _hidden(a: ExpertsArgs, pairs: permute.Pairs, amax_of_x: Tensor | None) -> T
         out=workspace.carve(a.workspace2, (S, N), dtype),
         batch_invariant=a.options.batch_invariant,
     )
+    if added is not None:
+        gate_up += added
     hidden = workspace.carve(a.workspace13, (S, N // 2 if act.gated else N), dtype)
     _activate(gate_up, act, hidden, a.options.batch_invariant)
     return hidden
@@ -395,6 +422,7 @@ BACKEND = register(
             chunked=True,
             resident_on=("cpu",),
             depends_on_batch=depends_on_batch,
+            adapts=Adapts(_launch_adapted),
             differentiable=True,
         ),
         shortcut=_shortcut,

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from moe_ops import environment
 from moe_ops.backends.torch import cpu
-from moe_ops.numerics import Scales, dequantize_weight
+from moe_ops.numerics import Scales, dequantize_weight, permute
+from moe_ops.ops.args import TokenAdapters
 from moe_ops.ops.products import Products
 from moe_ops.schemes import get_scheme
 
@@ -78,6 +79,30 @@ def grouped_mm(
         y = (y.to(torch.float32) + bias.index_select(0, experts)).to(y.dtype)
     y = torch.where((rows < offsets[-1]).unsqueeze(1), y, 0)
     return y if out is None else out.copy_(y)
+
+
+def adapted_mm(
+    rows: Tensor,  # (S, K) in the order of `pairs`
+    a: Tensor | None,  # (n, E, r, K)
+    b: Tensor | None,  # (n, E, N, r)
+    adapters: TokenAdapters,
+    pairs: permute.Pairs,
+) -> Tensor | None:
+    """(S, N): what the adapters of tokens add to a product of their rows, 0 for tokens without
+    one. None without matrices. Rows are sorted once more, by adapter and expert.
+    """
+    if a is None or b is None:
+        return None
+    (n, E), ids = a.shape[:2], adapters.ids.to(torch.int64)
+    of_rows = ids.index_select(0, torch.floor_divide(pairs.order, pairs.valid.shape[1]))
+    known = (of_rows >= 0) & (of_rows < n) & (pairs.experts < E)
+    group = torch.where(known, of_rows * E + pairs.experts, n * E)
+    again = permute.sort_pairs(group.unsqueeze(1), n * E)
+    u = grouped_mm(rows.index_select(0, again.order), a.flatten(0, 1), again.offsets)
+    scales = adapters.scales.index_select(0, of_rows.clamp(0, n - 1))
+    u = (u * scales.index_select(0, again.order).unsqueeze(1)).to(u.dtype)
+    y = grouped_mm(u, b.flatten(0, 1), again.offsets)
+    return y.index_select(0, again.inverse)
 
 
 def values(
