@@ -16,7 +16,14 @@ from harness import RESULTS, gpu_limits, machine_facts, versions
 
 import moe_ops
 
-LIBRARIES = ("triton", "torchao", "transformers", "flashinfer-python", "sgl-deep-gemm")
+LIBRARIES = (
+    "triton",
+    "torchao",
+    "transformers",
+    "accelerate",
+    "flashinfer-python",
+    "sgl-deep-gemm",
+)
 OURS = "moe_ops"  # names of this library's implementations begin with it
 
 

@@ -1237,6 +1237,27 @@ def residency_parts(path: Path = RESIDENCY) -> str:
     return markdown(("", *columns.values()), lines)
 
 
+OFFLOADED_MODEL = RESULTS / "offloaded_model_NVIDIA_H200.json"
+
+
+def offloaded_model(path: Path = OFFLOADED_MODEL) -> str:
+    """A whole model's tokens a second, of residency_generate.py."""
+    if not path.exists():
+        return "No results are committed yet."
+    found = json.loads(path.read_text())
+    hits = f"{found['slots'][0]} slots a layer, {100 * found['stats']['hit_rate']:.0f} % found"
+    lines = [
+        (title, f"{found[name]['tokens_per_second']:.1f}")
+        for title, name in (
+            ("all on the GPU", "in_place"),
+            (f"`offload`, {hits}", "offloaded"),
+            ('`device_map="auto"`, the same memory', "device_map_auto"),
+        )
+        if isinstance(found.get(name), dict)
+    ]
+    return markdown(("", "tokens a second"), lines)
+
+
 # --- CPUs (cpu_layer.py, cpu_quantized.py, cpu_ggml.py) ------------------------------------------
 
 CPU_PEERS = ("eager", "grouped_mm", "batched_mm")
@@ -1683,6 +1704,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "weight-only peers on an H100": lambda: weight_only(LAYERS_ON_H100),
         "experts in host memory": residency,
         "experts in host memory, parts": residency_parts,
+        "a model in host memory": offloaded_model,
         "tritons": lambda: compared(TRITONS),
         "stages": lambda: compared(STAGES),
     },

@@ -1,9 +1,10 @@
 """A Qwen3-MoE of 12 layers with real widths and random weights, a third of its experts on the GPU:
 text and tokens a second of the model with its experts in place, behind slots, and as accelerate
-dispatches it (device_map="auto") with the same memory. Prints one JSON line.
+dispatches it (device_map="auto") with the same memory. Prints one JSON line, and with --results
+writes it to offloaded_model_<GPU>.json in that folder.
 
     python benchmarks/residency_generate.py [--scheme int4_w4a16] [--backend triton]
-                                            [--layers 12] [--tokens 64] [--load]
+                                            [--layers 12] [--tokens 64] [--load] [--results DIR]
 """
 
 import argparse
@@ -15,8 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-
-import moe_ops
+from records import describe_run
 
 BEGIN = time.perf_counter()
 
@@ -137,6 +137,7 @@ def main():
     parser.add_argument("--backend", default="auto", help="triton: the same kernels in both")
     parser.add_argument("--load", action="store_true", help="from_pretrained as well (disk)")
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--results", type=Path, help="folder of the JSON file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     import transformers
@@ -144,10 +145,7 @@ def main():
     import moe_ops.integrations.transformers as moe_transformers
 
     result = {
-        "gpu": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "moe_ops": str(Path(moe_ops.__file__).parent),
+        "run": describe_run(["benchmarks/residency_generate.py", *sys.argv[1:]], dry=True),
         "scheme": args.scheme or "bf16",
         "backend": args.backend,
     }
@@ -253,12 +251,15 @@ def main():
             text, result["device_map_auto"] = measure(
                 model, args, short, "device_map=auto", compiled=False, tokens=5
             )
-            result["accelerate"] = accelerate.__version__
         except ImportError as error:
             result["device_map_auto"] = str(error)
     say("done")
     result["seconds"] = round(time.perf_counter() - BEGIN, 1)
     print(json.dumps(result), flush=True)
+    if args.results:
+        name = result["run"]["machine"].get("gpu", "cpu").replace(" ", "_")
+        path = args.results / f"offloaded_model_{name}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
