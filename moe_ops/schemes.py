@@ -145,8 +145,17 @@ PER_BLOCK = GroupShape(128, 128)
 PER_TOKEN_GROUP = GroupShape(1, 128)
 PER_MX_BLOCK = GroupShape(1, 32)
 PER_NV_BLOCK = GroupShape(1, 16)
+# columns of a row whose scales in two levels share one of the upper level, as in ggml's K-quants
+SUPER_BLOCK = 256
 
 SCALE_RULES = ("ocp", "round", "ceil")
+_SCALE_DTYPES = {  # with what stands for them in the names of schemes of one's own
+    torch.float32: "f32",
+    torch.float8_e8m0fnu: "e8m0",
+    torch.float8_e4m3fn: "e4m3",
+    torch.int8: "int8",
+    None: "same",
+}
 
 
 @dataclass(frozen=True)
@@ -156,12 +165,17 @@ class QuantDesc:
     e4m3 before it is multiplied by channel_scale. With a minimum, value = (q - least) * scale +
     minimum, where least is the least element, -128 for int8 and 0 for other integers.
 
+    Scales of dtype int8 have two levels: a scale is its code times the fp16 scale of the 256
+    columns around its group, a minimum likewise, both exact in fp32. Where scales are asked for
+    by name, those of 256 columns are the channel_scale, (E, N, K / 256), or with a minimum
+    (E, N, K / 128), where they take turns with those of the minima.
+
     Args:
         dtype: name of an element format, e.g. "e4m3".
         group: the elements that share a scale.
         static: whether scales are known in advance; otherwise they are computed in each call.
         scale_dtype: float32; float8_e8m0fnu (powers of two, stored as uint8 codes);
-            float8_e4m3fn; None for the dtype of the quantized weights.
+            float8_e4m3fn; int8, of two levels; None for the dtype of the quantized weights.
         global_scale: whether there is one more fp32 scale per matrix, (E,) for weights, or per
             row, (E, N, 1).
         channel_scale: whether there is one more fp32 scale per row, (E, N, 1).
@@ -222,6 +236,25 @@ class QuantDesc:
         return self.scale_dtype == torch.float8_e8m0fnu
 
     @property
+    def two_levels(self) -> bool:
+        """Whether scales are int8 codes times fp16 scales of 256 columns, for weights alone."""
+        return self.scale_dtype == torch.int8
+
+    @property
+    def super_width(self) -> int:
+        """fp16 numbers that 256 columns of a row have in two levels: 2 with a minimum."""
+        return (1 + self.minimum) if self.two_levels else 0
+
+    @property
+    def whole_columns(self) -> int:
+        """What the columns of a weight must be a multiple of: those of a group, or of 256 in two
+        levels; 1 where the last group may be smaller, or is the row.
+        """
+        if self.two_levels:
+            return SUPER_BLOCK
+        return self.group.cols if self.whole_groups else 1
+
+    @property
     def powers_of_two(self) -> bool:
         """Whether scales are powers of two, in whichever dtype they are stored."""
         return self.scale_rule != ""
@@ -261,9 +294,9 @@ def _meaningless(d: QuantDesc) -> str:
             f"global_scale must be False with scales of {d.scale_dtype}: it exists to widen the "
             "range of scales stored in fewer bits, float8_e4m3fn"
         )
-    if d.scale_dtype not in (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn, None):
+    if d.scale_dtype not in _SCALE_DTYPES:
         return (
-            "scale_dtype must be float32, float8_e8m0fnu, float8_e4m3fn or None, got "
+            "scale_dtype must be float32, float8_e8m0fnu, float8_e4m3fn, int8 or None, got "
             f"{d.scale_dtype}"
         )
     if d.scale_dtype == torch.float8_e4m3fn and d.global_scale == d.channel_scale:
@@ -273,7 +306,9 @@ def _meaningless(d: QuantDesc) -> str:
         )
     if d.channel_scale and d.scale_dtype != torch.float8_e4m3fn:
         return "channel_scale must be False unless scales are float8_e4m3fn, whose range it widens"
-    if d.has_zero and d.scale_dtype not in (torch.float32, None):
+    if d.two_levels and d.zero_point:
+        return "zero_point must be False with scales of int8; beside them a minimum is one too"
+    if d.has_zero and not d.two_levels and d.scale_dtype not in (torch.float32, None):
         return (
             f"{zero} must be False with scales of {d.scale_dtype}: what is found for it belongs "
             "to scales that take any value"
@@ -286,11 +321,13 @@ def _meaningless(d: QuantDesc) -> str:
             f"scale_rule must be one of {rules} with scales of {d.scale_dtype}, "
             f"got {d.scale_rule!r}"
         )
-    if (d.is_mx or d.global_scale or d.channel_scale) and not d.whole_groups:
+    if (d.is_mx or d.two_levels or d.global_scale or d.channel_scale) and not d.whole_groups:
         return (
-            "e8m0 scales, a global_scale and a channel_scale need groups of some columns of one "
-            f"row, got {d.group}"
+            "e8m0 scales, int8 ones, a global_scale and a channel_scale need groups of some "
+            f"columns of one row, got {d.group}"
         )
+    if d.two_levels and SUPER_BLOCK % d.group.cols:
+        return f"groups with int8 scales must divide {SUPER_BLOCK} columns, got {d.group}"
     return ""
 
 
@@ -367,11 +404,12 @@ class QuantScheme:
         if layout == scales.TRITON_E2M1 and self.e2m1_weight_only:
             scale = scales.triton_e2m1_scale_shape(num_experts, n, k, desc.group.cols)
         rows = (num_experts, n, 1)
+        above = (num_experts, n, k // SUPER_BLOCK * desc.super_width)
         return {
             "scale": scale,
             "zero_point": scale if desc.has_zero else None,
             "global_scale": (rows if global_rows else rows[:1]) if desc.global_scale else None,
-            "channel_scale": rows if desc.channel_scale else None,
+            "channel_scale": above if desc.two_levels else rows if desc.channel_scale else None,
         }
 
     def qdata_shape(self, *shape: int) -> tuple[int, ...]:
@@ -392,7 +430,7 @@ class QuantScheme:
         can.
         """
         desc = self.quantized_weight
-        if not desc.whole_groups or k % desc.group.cols == 0:
+        if k % desc.whole_columns == 0:
             for operand in (desc, self.activation):
                 # elements that fill whole bytes: two of 4 bits, four of 6
                 fill = 1 if operand is None else 8 // math.gcd(8, operand.format.bits)
@@ -405,16 +443,16 @@ class QuantScheme:
             repr(name)
             for name, other in SCHEMES.items()
             if name.split(":")[0] == base
-            and ((cols := other.quantized_weight.group.cols) == -1 or k % cols == 0)
+            and k % other.quantized_weight.whole_columns == 0
             and other.quantized_weight.zero_point == desc.zero_point
             and other.quantized_weight.minimum == desc.minimum
         ]
         take = "takes" if len(fitting) == 1 else "take"
         also = f"; {' and '.join(fitting)} {take} it" if fitting else ""
-        return (
-            f"its {k} columns must be a multiple of {desc.group.cols}, the size of a "
-            f"scale's group{also}"
+        what = (
+            "which share a scale of scales" if desc.two_levels else "the size of a scale's group"
         )
+        return f"its {k} columns must be a multiple of {desc.whole_columns}, {what}{also}"
 
 
 def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
@@ -432,6 +470,8 @@ def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
         )
     if activation.has_zero:
         return "activations are symmetric, without zero points, which nothing would hold"
+    if activation.two_levels:
+        return "activations have scales of one level, not of int8"
     if activation.scale_dtype is None:
         return "scales of activations must have a dtype: None stands for that of the weights"
     if activation.group.rows not in (-1, 1):
@@ -459,7 +499,9 @@ def _illegal(weight: QuantDesc | None, activation: QuantDesc | None) -> str:
 def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
     """The scheme of a name such as "fp8_block" or "int4_w4a16:g64"; "" means plain weights.
 
-    A name without its variant means the default one: "fp8_w8a16" is "fp8_w8a16:channel". For a
+    A name without its variant means the default one: "fp8_w8a16" is "fp8_w8a16:channel". The
+    types of GGUF's blocks are names too, "q4_k" of "int4_w4a16:g32:super:min" (`GGUF_TYPES`; but
+    "mxfp4" and "nvfp4" quantize activations, unlike the blocks of that name). For a
     QuantScheme of one's own it is the named scheme with the same descriptions, else the scheme
     whose name spells out both descriptions, because operators, files and exported programs refer
     to schemes by name.
@@ -480,9 +522,10 @@ def get_scheme(scheme: str | QuantScheme) -> QuantScheme:
             "scheme must be a name, such as 'fp8_block', or a QuantScheme, got "
             f"{type(scheme).__name__}"
         )
-    found = SCHEMES.get(OTHER_NAMES.get(scheme, scheme)) or _spelled_out.get(scheme)
-    if found is None and scheme.startswith(_CUSTOM):
-        return _spell(scheme)
+    name = OTHER_NAMES.get(scheme, scheme)
+    found = SCHEMES.get(name) or _spelled_out.get(name)
+    if found is None and name.startswith(_CUSTOM):
+        return _spell(name)
     if found is None:
         known = [name for name in (*OTHER_NAMES, *SCHEMES) if name]
         if ":" not in scheme:  # those without a variant stand for the default one
@@ -517,12 +560,6 @@ def schemes_of_layer(scheme: str) -> tuple[str, str]:
 # --- schemes of one's own: names that spell out both descriptions --------------------------------
 
 _CUSTOM = "custom:"
-_SCALE_DTYPES = {
-    torch.float32: "f32",
-    torch.float8_e8m0fnu: "e8m0",
-    torch.float8_e4m3fn: "e4m3",
-    None: "same",
-}
 _FLAGS = {
     "global": "global_scale",
     "channel": "channel_scale",
@@ -625,6 +662,15 @@ def _all_schemes() -> Iterator[tuple[str, QuantDesc | None, QuantDesc | None]]:
     yield "int5_w5a16:g32", int5, None
     yield "int5_w5a16:g32:min", dataclasses.replace(int5, minimum=True), None
     yield "iq4_w4a16:g32", iq4, None
+    # scales in two levels
+    int4, int5, int6, iq4 = [
+        dataclasses.replace(desc, scale_dtype=torch.int8)
+        for desc in (dataclasses.replace(int5, dtype="int4"), int5, of_16, iq4)
+    ]
+    yield "int4_w4a16:g32:super:min", dataclasses.replace(int4, minimum=True), None
+    yield "int5_w5a16:g32:super:min", dataclasses.replace(int5, minimum=True), None
+    yield "int6_w6a16:g16:super", int6, None
+    yield "iq4_w4a16:g32:super", iq4, None
     for dtype in ("nf4", "fp4"):
         for cols in (64, 32):
             yield f"{dtype}_w4a16:g{cols}", QuantDesc(dtype, GroupShape(1, cols)), None
@@ -655,7 +701,25 @@ def _all_schemes() -> Iterator[tuple[str, QuantDesc | None, QuantDesc | None]]:
 
 SCHEMES = {name: QuantScheme(name, *operands) for name, *operands in _all_schemes()}
 _FAMILIES = tuple(dict.fromkeys([name.split(":")[0].split("_")[0] for name in SCHEMES if name]))
-# other spellings: names without their variant, and the default variant of names that have none
+# the types of blocks that experts of a GGUF file may have, and the scheme of each
+GGUF_TYPES = {
+    "Q2_K": "custom:int4,1x16,int8,min",
+    "Q3_K": "custom:int4,1x16,int8",
+    "Q4_0": "int4_w4a16:g32",
+    "Q4_1": "int4_w4a16:g32:min",
+    "Q5_0": "int5_w5a16:g32",
+    "Q5_1": "int5_w5a16:g32:min",
+    "Q8_0": "int8_w8a16:g32",
+    "Q4_K": "int4_w4a16:g32:super:min",
+    "Q5_K": "int5_w5a16:g32:super:min",
+    "Q6_K": "int6_w6a16:g16:super",
+    "IQ4_NL": "iq4_w4a16:g32",
+    "IQ4_XS": "iq4_w4a16:g32:super",
+    "MXFP4": "mxfp4_w4a16",
+    "NVFP4": "nvfp4_w4a16",
+}
+# other spellings: names without their variant, the default variant of names that have none, and
+# GGUF's types but those that are schemes with quantized activations here, "mxfp4" and "nvfp4"
 OTHER_NAMES = {
     "fp8_w8a16": "fp8_w8a16:channel",
     "int8_w8a16": "int8_w8a16:channel",
@@ -667,4 +731,5 @@ OTHER_NAMES = {
     "nf4": "nf4_w4a16:g64",
     "fp4": "fp4_w4a16:g64",
     **{f"{name}:ocp": name for name in ("mxfp4_w4a16", "mxfp4_w4a8", "mxfp4_mxfp8", "mxfp4")},
+    **{kind.lower(): name for kind, name in GGUF_TYPES.items() if kind.lower() not in SCHEMES},
 }

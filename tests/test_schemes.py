@@ -5,8 +5,10 @@ import torch
 
 from moe_ops.meta import scales
 from moe_ops.schemes import (
+    GGUF_TYPES,
     PER_BLOCK,
     PER_COLUMN,
+    PER_MX_BLOCK,
     PER_NV_BLOCK,
     PER_ROW,
     PER_TENSOR,
@@ -44,6 +46,11 @@ def test_names_and_variants():
         assert scheme.name == name and get_scheme(name) is scheme and get_scheme(scheme) is scheme
     assert get_scheme("int4_w4a16").name == "int4_w4a16:g128"
     assert get_scheme("int8_w8a16:zp").weight.zero_point
+    assert get_scheme("q4_k").name == "int4_w4a16:g32:super:min"
+    assert (
+        get_scheme("q3_k").name == "custom:int4,1x16,int8" == get_scheme(get_scheme("q3_k")).name
+    )
+    assert get_scheme("mxfp4").activation and get_scheme(GGUF_TYPES["MXFP4"]).weight_only
     assert get_scheme("mxfp4:ocp") is get_scheme("mxfp4") != get_scheme("mxfp4:round")
     config_names = [scheme.config_name for scheme in SCHEMES.values()]
     assert len(set(config_names)) == len(config_names) and "unquantized" in config_names
@@ -121,6 +128,18 @@ ILLEGAL = {
     "leaves it no room": lambda: QuantDesc("int4", PER_ROW, zero_point=True, scale_rule="ceil"),
     "need symmetric weights": lambda: QuantScheme(
         "x", QuantDesc("int8", PER_ROW, zero_point=True), QuantDesc("int8", PER_ROW, False)
+    ),
+    "int8; beside them a minimum is one too": lambda: QuantDesc(
+        "int4", PER_MX_BLOCK, scale_dtype=torch.int8, zero_point=True
+    ),
+    "must divide 256 columns": lambda: QuantDesc(
+        "int4", GroupShape(1, 48), scale_dtype=torch.int8
+    ),
+    "int8 ones, a global_scale": lambda: QuantDesc("int4", PER_BLOCK, scale_dtype=torch.int8),
+    "activations have scales of one level": lambda: QuantScheme(
+        "x",
+        QuantDesc("int8", PER_ROW),
+        QuantDesc("int8", PER_MX_BLOCK, False, scale_dtype=torch.int8),
     ),
     "must be positive": lambda: GroupShape(0, 128),
     "must be one of": lambda: QuantDesc("e9m9", PER_ROW),
@@ -206,6 +225,10 @@ def test_shapes_of_packed_weights():
         assert shapes["global_scale"] == ((5,) if name == "nvfp4" else None)
         assert shapes["channel_scale"] == ((5, 7, 1) if name == "int4_w4a8" else None)
     assert get_scheme("int4_w4a16:g32:zp").scale_shapes(5, 7, 256)["zero_point"] == (5, 7, 8)
+    shapes = get_scheme("q4_k").scale_shapes(5, 7, 512)
+    assert shapes["scale"] == shapes["zero_point"] == (5, 7, 16)
+    assert shapes["channel_scale"] == (5, 7, 4)  # of scales and of minima
+    assert get_scheme("q6_k").scale_shapes(5, 7, 512)["channel_scale"] == (5, 7, 2)
     assert get_scheme("").logical_shape(5, 7, 256) == (5, 7, 256)
 
 
@@ -215,6 +238,8 @@ def test_columns_that_groups_do_not_divide():
     reason = get_scheme("int4_w4a16:g64:zp").why_not_shape(100, 96)
     assert "96 columns must be a multiple of 64" in reason and "g32:zp' take it" in reason
     assert "'int4_w4a16:g32'" not in reason
+    reason = get_scheme("q6_k").why_not_shape(100, 128)
+    assert "128 columns must be a multiple of 256" in reason and "int6_w6a16:g16' takes" in reason
     assert "must be even" in get_scheme("int4_w4a16:channel").why_not_shape(100, 97)
     assert get_scheme("int8_w8a16:channel").why_not_shape(100, 97) == ""
 

@@ -16,8 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 import moe_ops
-from moe_ops.schemes import OTHER_NAMES, SCHEMES, GroupShape, QuantDesc, QuantScheme
+from moe_ops.schemes import (
+    OTHER_NAMES,
+    SCHEMES,
+    SUPER_BLOCK,
+    GroupShape,
+    QuantDesc,
+    QuantScheme,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 # what most readers look for; all other functions follow, then classes
@@ -129,8 +138,9 @@ def operand(desc: QuantDesc, kind: str = "") -> str:
         for present, text in (
             (desc.global_scale, "one more scale for the whole matrix"),
             (desc.channel_scale, "one more scale for each row"),
+            (desc.two_levels, f"one more fp16 scale for {SUPER_BLOCK} columns of a row"),
             (desc.zero_point, "zero points"),
-            (desc.minimum, "minima"),
+            (desc.minimum, "minima alike" if desc.two_levels else "minima"),
         )
         if present
     ]
@@ -150,15 +160,8 @@ def group(shape: GroupShape) -> str:
 
 def bits_a_weight(scheme: QuantScheme, size: int = 4096) -> float:
     """Bits that elements and scales take for each weight of one (size, size) matrix."""
-    desc = scheme.quantized_weight
-    width = 16 if desc.scale_dtype is None else 8 * desc.scale_dtype.itemsize
-    scales = 1
-    for length in desc.scale_shape(size, size):
-        scales *= length
-    # a zero point takes as many bits as are stored for it, a byte; a minimum those of a scale
-    total = scales * (width + 8 * desc.zero_point + width * desc.minimum)
-    total += 32 * (desc.global_scale + desc.channel_scale * size)
-    return desc.format.bits + total / size**2
+    weight = torch.empty(1, size, size, dtype=torch.bfloat16, device="meta")
+    return moe_ops.ExpertTensor.from_hp(weight, scheme.name).nbytes * 8 / weight.numel()
 
 
 def backends() -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import environment
-from moe_ops.numerics import scaling
+from moe_ops.numerics import scaling, two_levels
 from moe_ops.numerics.elements import (
     decode,
     e4m3_to_float32,
@@ -32,7 +32,7 @@ class Scales(NamedTuple):
     scale: Tensor
     zero_point: Tensor | None = None  # or minimum, shaped like scale
     global_scale: Tensor | None = None  # (...) fp32, or (..., N, 1) with one for each row
-    channel_scale: Tensor | None = None  # (..., N, 1) fp32
+    channel_scale: Tensor | None = None  # (..., N, 1) fp32, or fp16 in two levels
 
     def of(self, experts: int | Tensor) -> Scales:
         """The Scales of one expert, or of the experts that a 1-D tensor lists."""
@@ -56,6 +56,8 @@ def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, 
         uint8.
     """
     desc = get_scheme(scheme).quantized_weight
+    if desc.two_levels:
+        return _in_two_levels(weight.to(torch.float32), desc)
     n, k = weight.shape[-2:]
     parts = grouped(weight, desc.group).to(
         torch.float32
@@ -110,6 +112,10 @@ def dequantize_weight(
     scheme = get_scheme(scheme)
     desc = scheme.quantized_weight
     n, k = scheme.logical_shape(*qdata.shape[-2:])
+    if desc.two_levels:
+        assert channel_scale is not None
+        scale, zero_point = two_levels.in_one_level(scale, zero_point, channel_scale, desc)
+        channel_scale = None
     values = grouped(decode(qdata, desc.format, zero_point is not None), desc.group)
     # in place: `decode` made a copy
     if zero_point is not None:
@@ -176,6 +182,19 @@ def _scales(
     if not desc.format.levels:  # of which none may be 0: their zeros are those of the scale
         scale = scaling.one_where_zero(scale)
     return Scales(_squeeze(scale, desc)), scale.to(torch.float32), None
+
+
+def _in_two_levels(weight: Tensor, desc: QuantDesc) -> tuple[Tensor, Scales]:
+    """`quantize_weight` of fp32 weights: the nearest elements beside scales that are searched."""
+    codes, minima, above = two_levels.fit(weight, desc)
+    scale, minimum = two_levels.in_one_level(codes, minima, above, desc)
+    parts = grouped(weight, desc.group)
+    first = None
+    if minimum is not None:
+        parts = parts - _of_groups(minimum, desc)
+        first = parts.new_full((), desc.format.least_integer)
+    parts = ungrouped(parts / _of_groups(infinite_where_zero(scale), desc), *weight.shape[-2:])
+    return encode(parts, desc.format, first).contiguous(), Scales(codes, minima, None, above)
 
 
 def _of_groups(scale: Tensor, desc: QuantDesc) -> Tensor:

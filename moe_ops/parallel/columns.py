@@ -105,8 +105,8 @@ def _share(what: str, weight: Tensor, dim: int, size: int, rank: int, halves: in
                 f"weight must be in its natural layout, got {weight}; "
                 "moe_ops.prepare(weight, 'torch') restores it"
             )
-        group = get_scheme(weight.scheme).quantized_weight.group
-        block = group.rows if dim == 1 else group.cols
+        desc = get_scheme(weight.scheme).quantized_weight
+        block = desc.group.rows if dim == 1 else max(desc.group.cols, desc.whole_columns)
         if block > 0 and share % block:  # also where this rank's share begins with a block
             raise ValueError(
                 f"weight must be cut between blocks of {block} {what}, which have one scale, got "

@@ -36,7 +36,8 @@ class ExpertTensor(TorchAOBaseTensor):
         zero_point: shaped like scale, the element that represents zero; for schemes that end in
             ":min" the value of the least element; else None.
         global_scale, channel_scale: None for schemes without them. A global scale is per expert,
-            (E,), or per row, (E, N, 1).
+            (E,), or per row, (E, N, 1). A channel scale is per row, or where scales have two
+            levels (``moe_ops.schemes.QuantDesc``) the upper one.
         activation_scale: fp32, () or one per expert, (E,), for schemes whose activations have a
             static scale; else None.
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_ops.checks import check_local, check_strided, check_tensor
 from moe_ops.ops.memory import refuse_lost
-from moe_ops.schemes import ElementFormat, QuantScheme, get_scheme
+from moe_ops.schemes import ElementFormat, QuantDesc, QuantScheme, get_scheme
 from moe_ops.tensors.base import ExpertTensor
 
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,6 +24,9 @@ LARGEST_INT4_SCALE = 2.0**58
 # Largest scale of int4 elements whose products with it are rounded to e4m3: eight times as much is
 # e4m3's largest number. Kernels round larger products too, but not to 448.
 LARGEST_E4M3_PRODUCT_SCALE = 56.0
+# Largest scale, and largest magnitude of a minimum, that `quantize` finds in two levels: half of
+# what codes of 127 and fp16 reach.
+LARGEST_OF_TWO_LEVELS = 127 * 65504.0 / 2
 
 
 def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | None = None) -> None:
@@ -50,18 +53,20 @@ def check_quantizable(name: str, weight: Tensor, scheme: str | QuantScheme | Non
     largest = torch.linalg.vector_norm(weight.detach(), math.inf, (1, 2))
     _check_finite(name, largest.isfinite())
     desc = None if quantized is None else quantized.weight
-    if (
-        quantized is not None
-        and desc is not None
-        and (desc.dtype == "int4" or desc.is_mx and desc.dtype == "e2m1")
-    ):
-        scale = LARGEST_INT4_SCALE if desc.dtype == "int4" else 2.0 ** (LARGEST_E8M0 - 127)
-        _check_at_most(
-            name,
-            largest,
-            desc.format.max * scale,
-            f"for scheme {quantized.name!r}; scale it down",
-        )
+    most = None if desc is None else _most(desc)
+    if quantized is not None and most is not None:
+        _check_at_most(name, largest, most, f"for scheme {quantized.name!r}; scale it down")
+
+
+def _most(desc: QuantDesc) -> float | None:
+    """The largest magnitude that `quantize` takes, None for any."""
+    if desc.two_levels:
+        return LARGEST_OF_TWO_LEVELS * (1.0 if desc.minimum else desc.format.max)
+    if desc.dtype == "int4":
+        return desc.format.max * LARGEST_INT4_SCALE
+    if desc.is_mx and desc.dtype == "e2m1":
+        return desc.format.max * 2.0 ** (LARGEST_E8M0 - 127)
+    return None
 
 
 def check_groups(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> None:
@@ -141,6 +146,7 @@ def _checked_scale(
     dtypes = {
         "scale": of_scale,
         "zero_point": of_scale if desc.minimum else (desc.storage_dtype,),
+        "channel_scale": (torch.float16 if desc.two_levels else torch.float32,),
     }.get(name, (torch.float32,))
     if name == "scale" and desc.is_mx:
         dtypes = (torch.uint8,)
@@ -153,7 +159,7 @@ def _checked_scale(
         _check_finite(name, _per_expert(value).amax(1) != 255)
         if desc.dtype == "e2m1":
             _check_at_most(name, value, LARGEST_E8M0, "(2^33) for e2m1 elements")
-    else:
+    elif value.is_floating_point():
         _check_finite(name, _are_finite(value))
         if name == "scale" and desc.powers_of_two:
             _check_powers_of_two(name, value, scheme)
@@ -169,7 +175,7 @@ def _checked_scale(
             _check_at_most(
                 name, value.float().abs(), LARGEST_INT4_SCALE, "(2^58) for int4 elements"
             )
-    if name in ("global_scale", "channel_scale"):
+    if name in ("global_scale", "channel_scale") and not desc.two_levels:
         _check_positive(name, value)
     return value
 

@@ -47,7 +47,10 @@ class Int4ExpertTensor(ExpertTensor):
     the float dtype of the weights that were quantized (any of bf16, fp16, fp32 in
     ``from_quantized``); zero_point is uint8 0..15, shaped like scale, in the variants that end in
     ":zp", and 8 in the others, where scale = amax / 7.5. In those that end in ":min" zero_point is
-    the minimum of each group, in the dtype of scale = (maximum - minimum) / 15.
+    the minimum of each group, in the dtype of scale = (maximum - minimum) / 15. In
+    "int4_w4a16:g32:super:min" scale and zero_point are int8 codes, and channel_scale is fp16
+    (E, N, K/128): what multiplies the scales of 256 columns, and what multiplies their minima, in
+    turn.
 
     "int4_w4a8" has e4m3 scales (E, N, K/128) and channel_scale fp32 (E, N, 1): value = e4m3((code
     - 8) * scale) * channel_scale, where e4m3 rounds to the nearest, ties to even, as kernels do
@@ -57,7 +60,9 @@ class Int4ExpertTensor(ExpertTensor):
 
 class PackedIntExpertTensor(ExpertTensor):
     """Integers of 5 and 6 bits: value = (code - 16) * scale for "int5_w5a16:g32", (code - 32) *
-    scale for "int6_w6a16:g16", code * scale + zero_point for "int5_w5a16:g32:min".
+    scale for "int6_w6a16:g16", code * scale + zero_point for "int5_w5a16:g32:min". Of
+    "int5_w5a16:g32:super:min" and "int6_w6a16:g16:super", whose scales are int8 codes,
+    channel_scale is as in `Int4ExpertTensor`, of the latter (E, N, K/256) without minima.
 
     qdata is uint8: (E, N, 5K/8), eight codes in five bytes, or (E, N, 3K/4), four in three, the
     first in the lowest bits. scale and zero_point, a minimum, are as in `Int4ExpertTensor`.
@@ -70,7 +75,8 @@ class LevelsExpertTensor(ExpertTensor):
 
     qdata is (E, N, K/2) uint8, the even column in the low half of a byte. scale is (E, N, K/g), in
     fp32 the largest magnitude of a group for nf4 and fp4, whose levels reach from -1 to 1;
-    "iq4_w4a16" has it in any float dtype, and of either sign.
+    "iq4_w4a16" has it in any float dtype, and of either sign; in "iq4_w4a16:g32:super" it is an
+    int8 code, and channel_scale, fp16 (E, N, K/256), multiplies those of 256 columns.
     """
 
 

@@ -103,11 +103,13 @@ def from_quantized(
         zero_point: shaped like scale, uint8 0..15 for int4, int8 for int8. It selects the variant
             with zero points, e.g. "int4_w4a16:g128:zp" of "int4_w4a16:g128". In the floating-point
             dtype of scale it holds minima, the values of the least element (0 for int4, -128 for
-            int8), and selects "int4_w4a16:g128:min".
+            int8), and selects "int4_w4a16:g128:min"; beside int8 scales their codes.
         global_scale: fp32, (E,) or one per row, (E, N, 1), for "nvfp4": value = element * scale /
             global_scale.
         channel_scale: (E, N, 1) fp32, for "int4_w4a8": value = e4m3(element * scale) *
-            channel_scale.
+            channel_scale. For schemes with int8 scales, such as "int6_w6a16:g16:super", what
+            multiplies those of 256 columns, fp16 (E, N, K / 256), of either sign; with a minimum
+            (E, N, K / 128), each beside what multiplies the codes of the minima.
         activation_scale: as for ``quantize``.
 
     Returns:

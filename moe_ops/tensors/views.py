@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.meta.scales import FLAT, TRANSPOSED, packed_size
-from moe_ops.schemes import QuantDesc, get_scheme
+from moe_ops.schemes import SUPER_BLOCK, QuantDesc, get_scheme
 from moe_ops.tensors.base import ExpertTensor
 
 aten = torch.ops.aten
@@ -72,7 +72,14 @@ def _columns(
     bits, group = desc.format.bits, desc.group.cols
     if bits != 8 and group == -1:
         _require_multiples(self, dim, 2, "a byte begins", None, start, end, step)
-    changed = _scales(self, group, desc, dim, size, start, end, step)
+    above = {}
+    if desc.two_levels:
+        where = "a scale of scales begins"
+        _require_multiples(self, dim, SUPER_BLOCK, where, None, start, end, step)
+        first, last = [at // SUPER_BLOCK * desc.super_width for at in (start, end)]
+        assert self.channel_scale is not None
+        above["channel_scale"] = aten.slice.Tensor(self.channel_scale, dim, first, last)
+    changed = above | _scales(self, group, desc, dim, size, start, end, step)
     if bits != 8:
         start, end = packed_size(start, bits), packed_size(end, bits)
     return changed | {"qdata": aten.slice.Tensor(self.qdata, dim, start, end, step)}

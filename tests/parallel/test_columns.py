@@ -15,7 +15,14 @@ SCHEMES = (
         "int4_w4a16:g128",
         "int4_w4a16:g64:zp",
     ),
-    *("int4_w4a8", "mxfp4_w4a16", "mxfp8", "nvfp4"),
+    *(
+        "int4_w4a16:g32:super:min",
+        "int6_w6a16:g16:super",
+        "int4_w4a8",
+        "mxfp4_w4a16",
+        "mxfp8",
+        "nvfp4",
+    ),
 )
 
 
@@ -111,6 +118,10 @@ def quantized(rows, columns, scheme="fp8_block"):
         (
             lambda: shard_w2(quantized(128, 256, "int4_w4a16:g128"), 4, 1),
             "must be cut between blocks of 128 columns of w2, .*shares of 64 for 4 ranks",
+        ),
+        (
+            lambda: shard_w2(quantized(128, 256, "q4_k"), 2, 0),
+            "must be cut between blocks of 256 columns of w2, .*shares of 128 for 2 ranks",
         ),
         (
             lambda: shard_w2(quantized(128, 128).transpose(1, 2), 1, 0),

@@ -52,7 +52,9 @@ def fitting(size: int, scheme: str) -> int:
         size = fitting(fitting(size, first), second)
     scheme = first
     multiple = 2 if oracle.weight_format(scheme) == "int4" else 1
-    if ":g" in scheme:
+    if ":super" in scheme:
+        multiple = 256
+    elif ":g" in scheme:
         multiple = int(scheme.split(":")[1][1:])
     elif scheme == "int4_w4a8":
         multiple = 128

@@ -59,10 +59,14 @@ ACTIVATIONS: dict[str, tuple[str, str] | None] = {
         for group in ("channel", "g32", "g64", "g128")
         for zero_point in ("", ":zp", ":min")
     },
+    "int4_w4a16:g32:super:min": None,
     "int6_w6a16:g16": None,
+    "int6_w6a16:g16:super": None,
     "int5_w5a16:g32": None,
     "int5_w5a16:g32:min": None,
+    "int5_w5a16:g32:super:min": None,
     "iq4_w4a16:g32": None,
+    "iq4_w4a16:g32:super": None,
     **{f"{fmt}_w4a16:{group}": None for fmt in ("nf4", "fp4") for group in ("g64", "g32")},
     "int4_w4a8": ("e4m3", "token"),
     **{f"mxfp4_w4a16{rule}": None for rule in ("", ":round", ":ceil")},
@@ -284,6 +288,9 @@ def dequantized(
             return t.repeat_interleave(128, 1)[:, :N].repeat_interleave(128, 2)[..., :K]
         return t.repeat_interleave(K // t.shape[2], 2)
 
+    if ":super" in scheme:
+        scale, zero_point = one_level(scale, zero_point, channel_scale)
+        channel_scale = None
     if scheme.endswith(":min"):  # the value of the least element, 0 of int4 and -128 of int8
         elements = elements + (128 if fmt == "int8" else 0)
         return elements * spread(scale) + spread(zero_point)
@@ -296,6 +303,19 @@ def dequantized(
         values = e4m3(values)
     values = values if channel_scale is None else values * channel_scale.double()
     return values if global_scale is None else values / spread(global_scale)
+
+
+def one_level(
+    scale: Tensor, minimum: Tensor | None, above: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """fp64 scales and minima of their codes (E, N, groups) and the fp16 numbers above those of 256
+    columns: pairs where there are minima."""
+    each = scale.shape[2] * (1 if minimum is None else 2) // above.shape[2]
+    pairs = above.double().unflatten(2, (-1, 1 if minimum is None else 2))
+    of_scale, *of_minimum = [
+        pairs[..., i].repeat_interleave(each, 2) for i in range(pairs.shape[3])
+    ]
+    return scale.double() * of_scale, minimum.double() * of_minimum[0] if of_minimum else None
 
 
 def weight(w: Tensor) -> Tensor:

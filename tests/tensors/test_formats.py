@@ -25,8 +25,10 @@ from moe_ops.tensors import (
     ExpertTensor,
     Int4ExpertTensor,
     Int8ExpertTensor,
+    LevelsExpertTensor,
     MXExpertTensor,
     NVFP4ExpertTensor,
+    PackedIntExpertTensor,
     check_quantizable,
     flatten,
     from_quantized,
@@ -46,13 +48,16 @@ CLASSES = {
     "int4_w4a16:g128:zp": Int4ExpertTensor,
     "int8_w8a16:g128:min": Int8ExpertTensor,
     "int4_w4a16:g64:min": Int4ExpertTensor,
+    "int4_w4a16:g32:super:min": Int4ExpertTensor,
+    "int6_w6a16:g16:super": PackedIntExpertTensor,
+    "iq4_w4a16:g32:super": LevelsExpertTensor,
     "int4_w4a8": Int4ExpertTensor,
     "mxfp4_w4a16": MXExpertTensor,
     "mxfp6_e3m2": MXExpertTensor,
     "mxfp8": MXExpertTensor,
     "nvfp4": NVFP4ExpertTensor,
 }
-E, N, K = 3, 12, 384
+E, N, K = 3, 12, 512
 schemes = pytest.mark.parametrize("scheme", CLASSES)
 
 
@@ -63,7 +68,7 @@ def make(scheme, *shape, **kwargs):
 def group_of(scheme) -> int:
     """Slices along K begin and end at multiples of it."""
     desc = get_scheme(scheme).weight
-    return max(desc.group.cols, 2 if desc.format.bits == 4 else 1)
+    return max(256 if ":super" in scheme else desc.group.cols, 2 if desc.format.bits == 4 else 1)
 
 
 @schemes
@@ -172,6 +177,7 @@ I4 = quantize(W, "int4_w4a16:g32:zp")
 MX = quantize(W, "mxfp4_w4a16")
 NV = quantize(W, "nvfp4")
 W4A8 = quantize(sample(2, 3, 128), "int4_w4a8")
+Q4_K = quantize(sample(2, 3, 256), "q4_k")
 ONE_NAN = torch.zeros(2, 3, 3, dtype=torch.uint8)
 ONE_NAN[1, 0, 0] = 255
 BAD = {
@@ -256,6 +262,30 @@ BAD = {
     "channel_scale must be given": lambda: from_quantized("int4_w4a8", W4A8.qdata, W4A8.scale),
     "channel_scale must be None": lambda: from_quantized(
         "mxfp4", MX.qdata, MX.scale, channel_scale=torch.ones(2, 3, 1)
+    ),
+    **{
+        message: lambda changed=changed: from_quantized(
+            **{name: getattr(Q4_K, name) for name in ("scheme", *Q4_K.__tensor_flatten__()[0])}
+            | changed
+        )
+        for message, changed in {
+            "channel_scale must be torch.float16, got torch.float32": {
+                "channel_scale": torch.ones(2, 3, 2)
+            },
+            r"channel_scale must have shape \(2, 3, 2\) for .*super:min'": {
+                "channel_scale": Q4_K.channel_scale[..., :1]
+            },
+            r"channel_scale must be finite, got NaN or Inf in experts \[0, 1\]": {
+                "channel_scale": torch.full_like(Q4_K.channel_scale, torch.inf)
+            },
+            "scale must be torch.int8, got torch.float16": {"scale": Q4_K.scale.half()},
+            "zero_point must be torch.int8, got torch.uint8": {
+                "zero_point": Q4_K.zero_point.view(torch.uint8)
+            },
+        }.items()
+    },
+    "weight must be at most 4.15.*super:min'; scale it down, got 5e": lambda: quantize(
+        torch.full((2, 3, 256), 5e6), "q4_k"
     ),
     "scale must be on the device of qdata": lambda: from_quantized(
         "mxfp4", MX.qdata, MX.scale.to("meta")
@@ -346,7 +376,8 @@ def test_views_and_gathers(scheme):
     ]
     pairs += list(zip(q.unbind(), want.unbind(), strict=True))
     pairs += list(zip(q.chunk(2, dim=1), want.chunk(2, dim=1), strict=True))
-    pairs += list(zip(q.split(128, 2), want.split(128, 2), strict=True))
+    width = max(group, 128)
+    pairs += list(zip(q.split(width, 2), want.split(width, 2), strict=True))
     for got, expected in pairs:
         assert type(got) is type(q)
         assert got.shape == expected.shape and torch.equal(got.dequantize(), expected)
@@ -363,6 +394,7 @@ def test_views_refuse_to_cut_a_byte_or_a_group():
         ("nvfp4", 8, 32),
         ("int4_w4a16:g128", 64, 256),
         ("mxfp6_e2m3", 4, 32),
+        ("int6_w6a16:g16:super", 128, 512),
     ):
         q = make(scheme)
         with pytest.raises(ValueError, match="must start at a multiple of"):
@@ -377,14 +409,14 @@ def test_views_refuse_to_cut_a_byte_or_a_group():
 
 @schemes
 def test_products_dequantize_and_give_gradients(scheme):
-    q = make(scheme, E, 16, 128, dtype=torch.float32)
+    q = make(scheme, E, 16, 256, dtype=torch.float32)
     w = oracle.weight(q)
-    x = sample(5, 128, dtype=torch.float32, seed=1).requires_grad_()
+    x = sample(5, 256, dtype=torch.float32, seed=1).requires_grad_()
     x64 = x.detach().double()
     for got, want in (
         (F.linear(x, q[1]), x64 @ w[1].t()),
         (x @ q[1].t(), x64 @ w[1].t()),
-        (torch.bmm(x.expand(E, 5, 128), q.mT), x64 @ w.mT),
+        (torch.bmm(x.expand(E, 5, 256), q.mT), x64 @ w.mT),
     ):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
     (got,) = torch.autograd.grad(F.linear(x, q[1]).sum(), x)

@@ -19,6 +19,7 @@ SCHEMES = (
     "nvfp4",
     "nvfp4, a global scale of each row",
     "mxfp4_w4a16",
+    "int4_w4a16:g32:super:min",
 )
 E = 4
 
@@ -31,7 +32,7 @@ def quantized(plain, scheme):
 
 def layer_of(scheme, num_experts=E, seed=0):
     torch.manual_seed(seed)
-    layer = moe_ops.MoELayer(128, 128, num_experts=num_experts, top_k=2).requires_grad_(False)
+    layer = moe_ops.MoELayer(256, 256, num_experts=num_experts, top_k=2).requires_grad_(False)
     for name in ("gate_up_proj", "down_proj") if scheme else ():
         weight = quantized(getattr(layer.experts, name).detach(), scheme)
         setattr(layer.experts, name, nn.Parameter(weight, requires_grad=False))
@@ -56,7 +57,7 @@ def run(rank, file, world):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(1)
-    x, router = torch.randn(6, 128), torch.rand(6, 2) + 0.1
+    x, router = torch.randn(6, 256), torch.rand(6, 2) + 0.1
     ids = torch.stack([torch.randperm(E)[:2] for _ in range(6)])
     parts = [init(3) for init in (torch.zeros, torch.ones)]
     with pytest.raises(
@@ -142,12 +143,12 @@ def run_gradients(rank, file, world):
     moe_ops.grouped_linear(of_ranks[rank][0], weight, offsets).square().sum().backward()
     assert oracle.relative_error(weight.grad.full_tensor(), want) < 1e-5
 
-    layer, plain = [moe_ops.MoELayer(128, 128, num_experts=4, top_k=2) for _ in range(2)]
+    layer, plain = [moe_ops.MoELayer(256, 256, num_experts=4, top_k=2) for _ in range(2)]
     plain.load_state_dict(layer.state_dict())
     fully_shard(layer, mesh=line)  # which takes the mean of ranks, as DistributedDataParallel
-    layer(torch.full((2, 128), rank + 1.0)).square().sum().backward()
+    layer(torch.full((2, 256), rank + 1.0)).square().sum().backward()
     for other in range(world):
-        plain(torch.full((2, 128), other + 1.0)).square().sum().backward()
+        plain(torch.full((2, 256), other + 1.0)).square().sum().backward()
     got = layer.experts.down_proj.grad.full_tensor()
     assert oracle.relative_error(got, plain.experts.down_proj.grad / world) < 1e-5
     dist.destroy_process_group()
@@ -159,7 +160,7 @@ class Block(nn.Module):
     def __init__(self, scheme, seed=0):
         super().__init__()
         torch.manual_seed(seed)
-        self.norm = nn.Linear(128, 128)
+        self.norm = nn.Linear(256, 256)
         self.moe = layer_of(scheme, seed=seed)
 
     def forward(self, x):
@@ -169,7 +170,7 @@ class Block(nn.Module):
 def run_replicas(rank, file, world):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     torch.manual_seed(rank)
-    x = torch.randn(6, 128)
+    x = torch.randn(6, 256)
     for scheme in SCHEMES[1:]:
         block = Block(scheme, seed=rank)
         with torch.profiler.profile(profile_memory=True) as profile:
@@ -183,7 +184,7 @@ def run_replicas(rank, file, world):
         grad = want.norm.weight.grad
         dist.all_reduce(grad)
         torch.testing.assert_close(block.norm.weight.grad, grad / world)
-        weight = quantized(torch.randn(4, 32, 128), scheme)
+        weight = quantized(torch.randn(4, 32, 256), scheme)
         dist.broadcast(weight, 0)
         parts = [None] * world
         dist.all_gather_object(parts, weight.dequantize())
@@ -210,7 +211,7 @@ def run_checkpoints(rank, folder, world):
     file = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
-    x = torch.randn(6, 128)
+    x = torch.randn(6, 256)
     for scheme in SCHEMES[1:]:
         layer = layer_of(scheme)
         want = layer(x)

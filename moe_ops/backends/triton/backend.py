@@ -102,6 +102,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         if scheme not in WITH_KERNELS:
             weight = SCHEMES[scheme].quantized_weight
             what = "minima beside scales" if weight.minimum else f"weights of {weight.dtype}"
+            what = "scales in two levels" if weight.two_levels else what
             reasons.append(
                 f"triton has no kernels for {what}, got {scheme!r}; backend 'torch' dequantizes "
                 "such weights"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_ops.integrations.checkpoints import bitsandbytes, floats, ggml, integers, mlx
 from moe_ops.integrations.checkpoints.common import FLOATS, Config, Matrix
+from moe_ops.schemes import GGUF_TYPES
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,10 @@ def format_of(tensors: dict, where: str) -> Format | None:
         if role not in ROLES:
             raise ValueError(f"{role} beside {where} must be absent: {why_refused(role)}")
     blocks = tensors["weight"].blocks if "weight" in tensors else ""
-    if blocks and blocks not in ggml.SCHEMES_OF:
+    if blocks and blocks not in GGUF_TYPES:
         raise ValueError(
             f"{where} must have a type of ggml that moe_ops reads, "
-            f"{', '.join(ggml.SCHEMES_OF)}, got {blocks}; quantize the model again"
+            f"{', '.join(GGUF_TYPES)}, got {blocks}; quantize the model again"
         )
     for form in FORMATS:
         roles = {*form.required, *form.optional}
@@ -246,7 +247,7 @@ FORMATS = (
             tells=True,
             blocks=name,
         )
-        for name in ggml.SCHEMES_OF
+        for name in GGUF_TYPES
     ),
 )
 ROLES = tuple(sorted({role for f in FORMATS for role in (*f.required, *f.optional)}))

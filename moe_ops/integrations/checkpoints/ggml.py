@@ -3,7 +3,7 @@
 A row of K numbers is K / n blocks of n elements each; a block is its scales and its elements'
 codes, in the order that `_DECODERS` spells out. Every value that a converted weight stands for is
 the one that ggml gives, to the bit: in fp32, codes times scales are exact but for the addition of
-a minimum, which both round once.
+a minimum, which both round once. Scales that are products of two numbers stay so, in two levels.
 
 Notation of layouts: d, m and dmin fp16, e an exponent, b bytes, "lo" and "hi" the low and the high
 four bits of bytes, T the levels of "iq4".
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_ops.integrations.checkpoints import reading
 from moe_ops.integrations.checkpoints.common import Config, Matrix, require, shape_of
 from moe_ops.numerics.elements import pack_words
-from moe_ops.schemes import GroupShape, QuantDesc, QuantScheme, get_scheme
+from moe_ops.schemes import GGUF_TYPES
 
 Parts = dict[str, Tensor]
 
@@ -76,27 +76,10 @@ BLOCKS = {
 }
 _BY_NAME = {block.name: block for block in BLOCKS.values()}
 
-# int4 in groups of 16 columns: no row of the table of schemes
-_OF_16 = QuantDesc("int4", GroupShape(1, 16), scale_dtype=None)
-SCHEMES_OF = {
-    "Q2_K": get_scheme(QuantScheme("with minima", replace(_OF_16, minimum=True), None)).name,
-    "Q3_K": get_scheme(QuantScheme("without", _OF_16, None)).name,
-    "Q4_0": "int4_w4a16:g32",
-    "Q4_1": "int4_w4a16:g32:min",
-    "Q5_0": "int5_w5a16:g32",
-    "Q5_1": "int5_w5a16:g32:min",
-    "Q8_0": "int8_w8a16:g32",
-    "Q4_K": "int4_w4a16:g32:min",
-    "Q5_K": "int5_w5a16:g32:min",
-    "Q6_K": "int6_w6a16:g16",
-    "IQ4_NL": "iq4_w4a16:g32",
-    "IQ4_XS": "iq4_w4a16:g32",
-    "MXFP4": "mxfp4_w4a16",
-    "NVFP4": "nvfp4_w4a16",
-}
 _AT_ONCE = 1 << 22  # elements that are converted at a time, for what it takes beside them
 # a factor of a whole matrix, which only NVFP4 has, and one of activations, which stay as they are
 FACTOR, IGNORED = "weight_scale_2", "input_scale"
+SCALE_DTYPE = torch.float16  # of scales of which a scheme says no dtype
 
 
 def describe(name: str, t: dict, config: Config) -> Matrix:
@@ -107,7 +90,7 @@ def describe(name: str, t: dict, config: Config) -> Matrix:
     for role in (FACTOR, IGNORED):
         if role in t:
             require(t, role, tuple(batch) or (1,), torch.float32)
-    return Matrix(SCHEMES_OF[name], n, size // block.bytes * block.elements, tuple(batch))
+    return Matrix(GGUF_TYPES[name], n, size // block.bytes * block.elements, tuple(batch))
 
 
 def convert(name: str, t: Parts, config: Config) -> Parts:
@@ -130,11 +113,6 @@ def convert(name: str, t: Parts, config: Config) -> Parts:
             (1 / factor.flatten()).expand(math.prod(shape[:-1])).view(shape[:-1])
         )
     return made
-
-
-def scale_dtype(name: str) -> torch.dtype:
-    """That of scales in the scheme of a type: fp32 where they are products of two numbers."""
-    return torch.float32 if name.endswith("_K") or name == "IQ4_XS" else torch.float16
 
 
 def _half(blocks: Tensor, begin: int) -> Tensor:
@@ -174,14 +152,23 @@ def _bits(b: Tensor) -> Tensor:
 _DIAGONAL = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 
 
-def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 scales and minima (..., 8) of groups of 32: d dmin | s[12], six bits each, times d and
-    -dmin.
-    """
+def _two_levels(scales: Tensor, d: Tensor) -> Parts:
+    """Codes of scales (..., groups), at most 127, and the numbers (..., 1) that multiply them."""
+    return {"scale": scales.to(torch.int8), "channel_scale": d}
+
+
+def _with_minima(scales: Tensor, minima: Tensor, d: Tensor, dmin: Tensor) -> Parts:
+    """The same with minima, dmin times their codes, to be subtracted."""
+    above = torch.cat((d, -dmin), -1)
+    return {**_two_levels(scales, above), "zero_point": minima.to(torch.int8)}
+
+
+def _scales_and_minima(b: Tensor) -> Parts:
+    """Those of eight groups of 32: d dmin | s[12], six bits each."""
     low, high, mixed = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scales = torch.cat((low & 63, (mixed & 15) | (low >> 6 << 4)), -1)
     minima = torch.cat((high & 63, (mixed >> 4) | (high >> 6 << 4)), -1)
-    return _half(b, 0).float() * scales, -(_half(b, 2).float() * minima)
+    return _with_minima(scales, minima, _half(b, 0), _half(b, 2))
 
 
 def _of_chunks(words: Tensor, size: int) -> Tensor:
@@ -222,11 +209,8 @@ def _q2_k(b: Tensor) -> Parts:
     codes of quarter t of half the block.
     """
     codes = _spread(_words(b, 16, 80).unflatten(-1, (2, 4)), 2).flatten(-2)
-    return {
-        "qdata": pack_words(codes, 4),
-        "scale": _half(b, 80).float() * (b[..., :16] & 15),
-        "zero_point": -(_half(b, 82).float() * (b[..., :16] >> 4)),
-    }
+    scales = _with_minima(b[..., :16] & 15, b[..., :16] >> 4, _half(b, 80), _half(b, 82))
+    return {"qdata": pack_words(codes, 4), **scales}
 
 
 def _q3_k(b: Tensor) -> Parts:
@@ -239,22 +223,20 @@ def _q3_k(b: Tensor) -> Parts:
     low, above = b[..., 96:104], b[..., 104:108]
     low = torch.cat((low & 15, low >> 4), -1)
     above = torch.cat([(above >> place) & 3 for place in (0, 2, 4, 6)], -1)
-    scales = (low | (above << 4)).float() - 32
-    return {"qdata": pack_words(codes, 4), "scale": _half(b, 108).float() * scales}
+    scales = (low | (above << 4)).to(torch.int8) - 32
+    return {"qdata": pack_words(codes, 4), **_two_levels(scales, _half(b, 108))}
 
 
 def _q4_k(b: Tensor) -> Parts:
     """d dmin | s[12] | b[128]: (d sc) u - dmin mn, groups of 32; lo of 32 bytes, then hi."""
-    scale, minimum = _scales_and_minima(b)
     codes = pack_words(_of_chunks(_words(b, 16, 144), 4), 4)
-    return {"qdata": codes, "scale": scale, "zero_point": minimum}
+    return {"qdata": codes, **_scales_and_minima(b)}
 
 
 def _q5_k(b: Tensor) -> Parts:
     """d dmin | s[12] | h[32] | b[128]: bit 4 of element e is bit e >> 5 of h[e & 31]."""
-    scale, minimum = _scales_and_minima(b)
     codes = _of_chunks(_words(b, 48, 176), 4) | (_spread(_words(b, 16, 48), 1) << 4)
-    return {"qdata": pack_words(codes, 5), "scale": scale, "zero_point": minimum}
+    return {"qdata": pack_words(codes, 5), **_scales_and_minima(b)}
 
 
 def _q6_k(b: Tensor) -> Parts:
@@ -263,8 +245,8 @@ def _q6_k(b: Tensor) -> Parts:
     """
     codes = _of_chunks(_words(b, 0, 128), 8)
     codes = codes | (_spread(_words(b, 128, 192).unflatten(-1, (2, 4)), 2).flatten(-2) << 4)
-    scale = _half(b, 208).float() * b[..., 192:208].view(torch.int8)
-    return {"qdata": pack_words(codes, 6), "scale": scale}
+    scales = b[..., 192:208].view(torch.int8)
+    return {"qdata": pack_words(codes, 6), **_two_levels(scales, _half(b, 208))}
 
 
 def _iq4_nl(b: Tensor) -> Parts:
@@ -278,8 +260,9 @@ def _iq4_xs(b: Tensor) -> Parts:
     """
     low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
     high = torch.stack([(b[..., 2:4] >> place) & 3 for place in (0, 2, 4, 6)], -1).flatten(-2)
-    scale = _half(b, 0).float() * ((low | (high << 4)).float() - 32)
-    return {"qdata": pack_words(_of_chunks(_words(b, 8, 136), 2), 4), "scale": scale}
+    scales = (low | (high << 4)).to(torch.int8) - 32
+    codes = pack_words(_of_chunks(_words(b, 8, 136), 2), 4)
+    return {"qdata": codes, **_two_levels(scales, _half(b, 0))}
 
 
 def _mxfp4(b: Tensor) -> Parts:

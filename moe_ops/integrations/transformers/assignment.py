@@ -515,7 +515,7 @@ class Assignment:
         for role in source.keys() & {"weight", "weight_scale", "scales"}:
             entry = self.files.entries[source[role]]  # scales get their dtype from files
             dtype = entry.dtype if entry.dtype in FLOATS else dtype
-            dtype = ggml.scale_dtype(entry.blocks) if entry.blocks else dtype
+            dtype = ggml.SCALE_DTYPE if entry.blocks else dtype
         return quantized_bytes(scheme, local.shape, dtype) / layer.weight(name).numel()
 
 

@@ -55,11 +55,11 @@ class Format(NamedTuple):
 def describe(scheme: str) -> Format | None:
     """The Format of a scheme's weights. None for plain weights, for weights that the kernels of
     `gemm` multiply with activations of the same format, and for those that no kernel decodes: with
-    minima, or of other number formats than DECODED.
+    minima, with scales in two levels, or of other number formats than DECODED.
     """
     found = get_scheme(scheme)
     desc, activation = found.weight, found.activation
-    if desc is None or desc.minimum or desc.dtype not in DECODED:
+    if desc is None or desc.minimum or desc.two_levels or desc.dtype not in DECODED:
         return None
     alike = activation is not None and activation.dtype == desc.dtype in ("e4m3", "int8")
     if alike and not desc.is_mx:

@@ -23,12 +23,12 @@ IDS = torch.tensor([[3, 17, 101, 42, 7, 122, 99, 12, 64, 33, 73, 5, 77, 20, 9, 5
 SCHEMES = {  # of w13 and of w2
     "gpt_oss-MXFP4_MOE": ("mxfp4_w4a16", "mxfp4_w4a16"),
     "mixtral-Q8_0": ("int8_w8a16:g32", "int8_w8a16:g32"),
-    "qwen2moe-IQ4_XS": ("iq4_w4a16:g32", "iq4_w4a16:g32"),
+    "qwen2moe-IQ4_XS": ("iq4_w4a16:g32:super", "iq4_w4a16:g32"),
     "qwen3moe-NVFP4": ("nvfp4_w4a16", "nvfp4_w4a16"),
     "qwen3moe-Q4_0": ("int4_w4a16:g32", "int4_w4a16:g32"),
-    "qwen3moe-tall-Q4_K_M": ("int5_w5a16:g32", "int6_w6a16:g16"),
-    "qwen3moe-tall-Q5_K_S": ("int5_w5a16:g32:min", "int5_w5a16:g32:min"),
-    "qwen3moe-wide-Q4_K_M": ("int4_w4a16:g32:min", "int5_w5a16:g32"),
+    "qwen3moe-tall-Q4_K_M": ("int5_w5a16:g32", "int6_w6a16:g16:super"),
+    "qwen3moe-tall-Q5_K_S": ("int5_w5a16:g32:min", "int5_w5a16:g32:super:min"),
+    "qwen3moe-wide-Q4_K_M": ("int4_w4a16:g32:super:min", "int5_w5a16:g32"),
 }
 
 
