@@ -68,8 +68,8 @@ def quantize_weight(weight: Tensor, scheme: str | QuantScheme) -> tuple[Tensor, 
         parts = parts - _of_groups(scales.zero_point.to(torch.float32), desc)
     if zero_point is not None:
         zero_point = ungrouped(zero_point.expand(parts.shape), n, k)
-    # of levels as bitsandbytes does it, by the reciprocal
-    parts = parts * (1 / divisor) if desc.format.levels else parts / divisor
+    # of levels as bitsandbytes does it, by a reciprocal that is finite
+    parts = parts * (1 / divisor.clamp(min=1e-38)) if desc.format.levels else parts / divisor
     parts = ungrouped(parts, n, k)
     return encode(parts, desc.format, zero_point).contiguous(), scales
 

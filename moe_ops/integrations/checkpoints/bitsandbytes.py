@@ -4,7 +4,7 @@ Codes and scales run over all numbers of a matrix, or of a stack of them, one af
 whatever the rows are: two codes a byte, the first in the high half, and one scale, absmax, for
 each block of (mostly 64) numbers. Shape and block size stand in a JSON object beside them. A block
 may reach into the next row or expert; here it is taken apart at the rows, into groups of as many
-columns as divide both, which have its scale each.
+columns as divide both, which have its scale each. What `stored` writes has no such blocks.
 
 With double quantization absmax is one of 256 levels for each block, times a scale of 256 blocks,
 plus one number for all; fp32 scales are made of them, as bitsandbytes makes them when it computes.
@@ -15,6 +15,7 @@ and convert are.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -33,6 +34,7 @@ REQUIRED, NESTED = (WEIGHT, ABSMAX, LEVELS), (NESTED_ABSMAX, NESTED_LEVELS)
 ALIASES = {
     role.removeprefix("weight."): role for role in (ABSMAX, LEVELS, *NESTED, *STATES.values())
 }
+BLOCKS = tuple([2**n for n in range(5, 13)])  # sizes that bitsandbytes takes
 _FIELDS = {"quant_type", "blocksize", "dtype", "shape"}
 _NESTED_FIELDS = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
@@ -106,17 +108,78 @@ def convert(t: dict[str, Tensor], state: Config) -> dict[str, Tensor]:
         )
     shape = (*shape_of(t, WEIGHT)[:-2], *batch, n)
     codes = t[WEIGHT].reshape(*shape, k // 2)
-    absmax = t[ABSMAX]
-    if "nested_offset" in state:
-        of_block = _of_each(t[NESTED_ABSMAX], absmax.shape[-1], state["nested_blocksize"])
-        found = t[NESTED_LEVELS].gather(-1, absmax.long())
-        offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=absmax.device)
-        absmax = (found * of_block).add_(offset)
     columns = math.gcd(size, k)
-    scale = _of_each(absmax, math.prod(state["shape"]) // columns, size // columns)
+    scale = _of_each(_absmax(t, state), math.prod(state["shape"]) // columns, size // columns)
     return {
         "qdata": (codes << 4) | (codes >> 4),
         "scale": scale.reshape(*shape, k // columns),
+    }
+
+
+def _absmax(t: dict[str, Tensor], state: Config) -> Tensor:
+    """absmax in fp32, computed as bitsandbytes does."""
+    absmax = t[ABSMAX]
+    if "nested_offset" not in state:
+        return absmax
+    of_block = _of_each(t[NESTED_ABSMAX], absmax.shape[-1], state["nested_blocksize"])
+    found = t[NESTED_LEVELS].gather(-1, absmax.long())
+    offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device=absmax.device)
+    return (found * of_block).add_(offset)
+
+
+def without_double_quantization(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of layers that bitsandbytes quantized, by their names in a model, with each
+    absmax in fp32; other tensors unchanged.
+    """
+    found = dict(tensors)
+    for name in [name for name in tensors if name.endswith(NESTED_ABSMAX)]:
+        base = name.removesuffix(NESTED_ABSMAX)
+        role = next(role for role in STATES.values() if base + role in tensors)
+        t = {role: tensors[base + role] for role in (ABSMAX, *NESTED)}
+        state = json.loads(bytes(tensors[base + role].tolist()))
+        found[base + ABSMAX] = _absmax(t, state)
+        single = {field: state[field] for field in state if field not in _NESTED_FIELDS}
+        found[base + role] = _packed(single)
+        for role in NESTED:
+            del found[base + role]
+    return found
+
+
+def _packed(state: Config) -> Tensor:
+    return torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+
+
+def check_storable(scheme: QuantScheme) -> None:
+    """Raise ValueError unless bitsandbytes has matrices of this scheme."""
+    desc = scheme.quantized_weight
+    fits = desc.dtype in KINDS and scheme.activation is None and desc.group.cols in BLOCKS
+    if not fits or desc != QuantDesc(desc.dtype, GroupShape(1, desc.group.cols)):
+        raise ValueError(
+            f"scheme must be nf4 or fp4 in groups of {BLOCKS[0]} to {BLOCKS[-1]} columns, a power "
+            f"of two, got {scheme.name!r}"
+        )
+
+
+def stored(
+    scheme: QuantScheme,
+    qdata: Tensor,  # (N, K / 2) or (E, N, K / 2)
+    scale: Tensor,  # (N, K / group) or (E, N, K / group)
+    dtype: torch.dtype,  # of the weights
+) -> dict[str, Tensor]:
+    """The tensors of a matrix, or of a stack, by role, without double quantization."""
+    check_storable(scheme)
+    desc, shape = scheme.quantized_weight, scheme.logical_shape(*qdata.shape)
+    state = {
+        "quant_type": desc.dtype,
+        "blocksize": desc.group.cols,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": [*shape],
+    }
+    return {
+        WEIGHT: ((qdata << 4) | (qdata >> 4)).reshape(-1, 1),
+        ABSMAX: scale.flatten(),
+        LEVELS: torch.tensor(desc.format.levels),
+        STATES[desc.dtype]: _packed(state),
     }
 
 

@@ -30,6 +30,7 @@ from moe_ops.integrations.transformers import gguf_hook
 from moe_ops.integrations.transformers import model_card as _model_card  # noqa: F401 - patches
 from moe_ops.integrations.transformers.activations import experts_forward
 from moe_ops.integrations.transformers.attach import attach
+from moe_ops.integrations.transformers.bitsandbytes import save_bitsandbytes
 from moe_ops.integrations.transformers.config import MoeOpsConfig
 from moe_ops.integrations.transformers.fp8 import fp8_experts_forward
 from moe_ops.integrations.transformers.hook import NAME, AttachReport, LayerReport
@@ -74,6 +75,7 @@ __all__ = [
     "replay_routing",
     "residency_report",
     "residency_stats",
+    "save_bitsandbytes",
     "unfuse_routers",
 ]
 

@@ -205,15 +205,7 @@ class MoeOpsQuantizer(HfQuantizer):
                 "loaded; save it before its experts are quantized, and quantize them after each "
                 "load"
             )
-        state = model.state_dict()
-        for name, t in list(state.items()):  # those of plain tensors are left to transformers
-            if sharding.is_sharded(t) and isinstance(t.to_local(), ExpertTensor):
-                whole = sharding.gathered(t)  # by all ranks; one writes
-                if model.should_save_on_this_rank(True):
-                    state[name] = whole.cpu()
-                else:
-                    del state[name]
-        return flatten_natural(state)
+        return flatten_natural(state_with_whole_experts(model))
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -323,6 +315,27 @@ def mark_quantized(model: nn.Module, config: MoeOpsConfig, keep: bool = False) -
         models[0].config.experts_implementation = METHOD
 
 
+def natural_rows(weight: ExpertTensor) -> Any:
+    """A quantized weight as (E, rows, columns) in the natural layout."""
+    transposed = weight.weight_layout == TRANSPOSED
+    return weight.transpose(-2, -1) if transposed else in_natural_layout(weight)
+
+
+def state_with_whole_experts(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict, in which quantized weights that are sharded are whole on the rank that
+    writes, and absent from the others. Sharded plain tensors are left to transformers.
+    """
+    state = model.state_dict()
+    for name, t in list(state.items()):
+        if sharding.is_sharded(t) and isinstance(t.to_local(), ExpertTensor):
+            whole = sharding.gathered(t)  # by all ranks
+            if model.should_save_on_this_rank(True):
+                state[name] = whole.cpu()
+            else:
+                del state[name]
+    return state
+
+
 def flatten_natural(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """`flatten` of quantized weights in their natural layout; those that layers share once for
     each, as transformers would not know the names of their parts.
@@ -330,8 +343,7 @@ def flatten_natural(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], d
     natural, seen = dict(state_dict), set[int]()
     for name, t in state_dict.items():
         if isinstance(t, ExpertTensor):
-            transposed = t.weight_layout == TRANSPOSED
-            weight: Any = t.transpose(-2, -1) if transposed else in_natural_layout(t)
+            weight = natural_rows(t)
             address = weight.qdata.data_ptr()
             natural[name] = weight.clone() if address in seen else weight
             seen.add(address)

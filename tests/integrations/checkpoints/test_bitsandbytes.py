@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ops.integrations.checkpoints import Checkpoint
+import moe_ops
+from moe_ops.integrations.checkpoints import Checkpoint, bitsandbytes
+from moe_ops.schemes import get_scheme
 from tests.support import oracle
 from tests.support.paths import ROOT
 
@@ -16,6 +18,8 @@ files = pytest.importorskip("safetensors.torch")
 safetensors = pytest.importorskip("safetensors")
 
 FIXTURES = ROOT / "tests" / "fixtures" / "bitsandbytes"
+CODES = ROOT / "tests" / "fixtures" / "bitsandbytes_codes.safetensors"
+NF4_OF_ROWS = "custom:nf4,1x256,f32"
 PREFIX = "model.layers.0.mlp.experts"
 E, N, K = 3, 24, 96  # 64 divides neither a row nor an expert
 
@@ -163,10 +167,23 @@ def test_refused(change, message, tmp_path):
     assert "1.up_proj.weight" in str(error.value) and "model.safetensors" in str(error.value)
 
 
-def test_quantize_gives_the_codes_of_bitsandbytes():
-    """Its rule: nearest level of x * (1 / absmax), the lower one of two that are as near."""
-    import moe_ops
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_quantize_gives_the_bits_of_bitsandbytes(kind, dtype):
+    """Of numbers with all midpoints of levels and their neighbours, blocks of zeros and of the
+    smallest numbers: what its `quantize_4bit` made of them.
+    """
+    with safetensors.safe_open(CODES, "pt") as file:
+        x, codes, absmax = [
+            file.get_tensor(f"{kind}.{dtype}.{part}") for part in ("x", "codes", "absmax")
+        ]
+    weight = moe_ops.quantize(x, kind)
+    assert torch.equal((weight.qdata << 4 | weight.qdata >> 4).reshape(codes.shape), codes)
+    assert torch.equal(weight.scale.flatten(), absmax)
 
+
+def test_quantize_takes_the_nearest_level():
+    """Of x * (1 / absmax), the lower one of two that are as near."""
     x = torch.randn(2, 8, 192, generator=torch.Generator().manual_seed(0))
     x[0, 0, :64] = 0
     levels = torch.tensor(oracle.code_values("nf4"), dtype=torch.float32)
@@ -180,3 +197,53 @@ def test_quantize_gives_the_codes_of_bitsandbytes():
     wanted = levels[codes] * absmax
     assert torch.equal(weight.dequantize(), wanted.flatten(-2))
     assert torch.equal(moe_ops.quantize(weight.dequantize(), "nf4").qdata, weight.qdata)
+
+
+def test_double_quantization_is_undone(tmp_path):
+    """Of the tensors of a model's other layers; not a value changes."""
+    values = {}
+
+    def undo(tensors):
+        tensors |= {"norm.weight": torch.ones(3)}
+        found = bitsandbytes.without_double_quantization(tensors)
+        assert not [name for name in found if "nested" in name]
+        assert found["norm.weight"] is tensors.pop("norm.weight")
+        tensors.clear()
+        tensors |= found
+        del tensors["norm.weight"]
+
+    values = write(tmp_path, change=undo, double=True)
+    w13 = Checkpoint(tmp_path).expert_weight(PREFIX)
+    wanted = torch.cat((values["gate_proj"], values["up_proj"]), 1)
+    assert torch.equal(w13.dequantize(torch.float32), wanted)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "fp4_w4a16:g32", NF4_OF_ROWS])
+def test_stored_as_it_is_read(scheme, tmp_path):
+    """A stack and one matrix, by the flat formula."""
+    weight = moe_ops.quantize(torch.randn(E, 8, 256, dtype=torch.bfloat16), scheme)
+    scheme, desc = get_scheme(weight.scheme), get_scheme(weight.scheme).weight
+    for part in (weight, weight[1]):
+        tensors = bitsandbytes.stored(scheme, part.qdata, part.scale, part.dtype)
+        state = json.loads(bytes(tensors.pop(bitsandbytes.STATES[desc.dtype]).tolist()))
+        size = state["blocksize"]
+        assert state == {
+            "quant_type": desc.dtype,
+            "blocksize": desc.group.cols,
+            "dtype": "bfloat16",
+            "shape": [*part.shape],
+        }
+        codes = tensors["weight"].numpy()
+        assert codes.shape == (part.numel() // 2, 1)
+        codes = np.stack((codes >> 4, codes & 15), -1).flatten()
+        levels, absmax = [tensors[f"weight.{end}"].numpy() for end in ("quant_map", "absmax")]
+        assert levels.tolist() == oracle.code_values(desc.dtype)
+        values = levels[codes] * absmax[np.arange(len(codes)) // size]
+        wanted = part.dequantize(torch.float32).numpy()
+        assert np.array_equal(values.reshape(part.shape), wanted)
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g32", "mxfp4_w4a16", "custom:nf4,1x16,f32"])
+def test_what_bitsandbytes_does_not_have(scheme):
+    with pytest.raises(ValueError, match="must be nf4 or fp4 in groups of 32 to 4096 columns"):
+        bitsandbytes.check_storable(get_scheme(scheme))
