@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moe_ops.meta.workspace import cdiv, minimum
+from moe_ops.schemes import ELEMENT_FORMATS
 
 GROUP_M = 16  # blocks that use one weight tile in turn, while it is in L2
 SMALLEST_BLOCK_M = 16  # tokens: the fewest of a tensor-core instruction of the kernels in `gemm`
@@ -18,7 +19,8 @@ SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "ge
 SM90_MMA = "sm90_mma"  # one token
 SM90_PACKED = "sm90_packed"  # many rows an expert
 # number formats of weights that the kernels of `mixed_gemm` decode; sm80_mma.py and packed.py all
-DECODED = ("int4", "int8", "e2m1", "e3m2", "e2m3", "e4m3")
+LEVELS = tuple([one.name for one in ELEMENT_FORMATS.values() if one.levels])  # a table of 16
+DECODED = ("int4", "int8", "e2m1", "e3m2", "e2m3", "e4m3", *LEVELS)
 
 
 class GemmConfig(NamedTuple):

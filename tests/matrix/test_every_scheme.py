@@ -135,7 +135,7 @@ def scaled_in_16_bits(M: int, cuda: bool) -> tuple[str, ...]:
     """What names of schemes begin with whose weights are scaled in 16 bits beside M tokens, as
     docs/quantization.md says."""
     if not cuda:
-        return ("int4_w4a16:g32",)
+        return ("int4_w4a16:g32", "iq4", "nf4_w4a16:g32", "fp4_w4a16:g32")
     if M == 1:
         return ("int4_w4a16:g32", "int4_w4a16:g128")
     if M < 150:

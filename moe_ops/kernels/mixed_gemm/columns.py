@@ -3,14 +3,15 @@ first launch only.
 
 FORMAT and SCALE are explained in kernels/mixed_gemm/sm80_mma.py. `kernels/mixed_gemm/decode.py`
 decodes even and odd columns apart, as its operands have them. Brought together, they take half an
-instruction a weight more, which int4 is spared here.
+instruction a weight more, which int4 and levels are spared here.
 """
 
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.mixed_gemm.decode import INTERPRET, spread, weights
-from moe_ops.kernels.mixed_gemm.sm80_mma import E4M3_SHIFT, E8M0_SHIFT
+from moe_ops.kernels.mixed_gemm.decode import INTERPRET, in_pairs, spread, weights
+from moe_ops.kernels.mixed_gemm.levels import is_level, level_words
+from moe_ops.kernels.mixed_gemm.sm80_mma import unit
 
 # int4 is smaller by 2^64: factors of even and of odd columns, which are 16 times as large
 INT4_LOW, INT4_HIGH, INT4_SHIFT = (tl.constexpr(2.0**n) for n in (69, 65, 64))
@@ -65,6 +66,19 @@ def bits(x):
 
 
 @triton.jit
+def scaled_words(w, s, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
+    """Two columns a word times their scale. A scale of more bits than bf16 is the sum of two
+    numbers of bf16, so that one fma rounds the product as fp32 would, but for one of 256.
+    """
+    rest = tl.full(w.shape, MINUS_ZERO, tl.int32)
+    high = s.to(tl.bfloat16)
+    if s.dtype != tl.bfloat16:
+        low = bits(s.to(tl.float32) - high.to(tl.float32)) * 0x10001
+        rest = fma_words(w, spread(low, BLOCK_N, GROUPS, EACH), rest)
+    return fma_words(w, spread(bits(high) * 0x10001, BLOCK_N, GROUPS, EACH), rest)
+
+
+@triton.jit
 def int4(
     p,  # uint8 (BLOCK_N, BLOCK_K // 2)
     s,
@@ -74,11 +88,10 @@ def int4(
     GROUPS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):
-    """(BLOCK_N, BLOCK_K) in bf16, smaller by INT4_SHIFT.
+    """Words of two columns (BLOCK_N, BLOCK_K // 2), smaller by INT4_SHIFT.
 
     A bf16 scale and no zero point take one fma: the scaled nibble less 8 scales, rounded once.
-    Otherwise the difference is exact. A scale of more bits is the sum of two numbers of bf16, so
-    that one fma rounds the product as fp32 would, but for one of 256.
+    Otherwise the difference is exact, and is scaled then.
     """
     EACH: tl.constexpr = BLOCK_K // 2 // GROUPS
     wide = s.to(tl.float32)
@@ -95,12 +108,13 @@ def int4(
         else:
             offsets = tl.full(p.shape, MINUS_EIGHT, tl.int32)
         w = int4_words(p, tl.full(p.shape, INT4_FACTORS, tl.int32), offsets)
-        rest = tl.full(p.shape, MINUS_ZERO, tl.int32)
-        high = s.to(tl.bfloat16)
-        if s.dtype != tl.bfloat16:
-            low = bits(wide - high.to(tl.float32)) * 0x10001
-            rest = fma_words(w, spread(low, BLOCK_N, GROUPS, EACH), rest)
-        w = fma_words(w, spread(bits(high) * 0x10001, BLOCK_N, GROUPS, EACH), rest)
+        w = scaled_words(w, s, BLOCK_N, GROUPS, EACH)
+    return w
+
+
+@triton.jit
+def apart(w, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(BLOCK_N, BLOCK_K) numbers of bf16 of words of two."""
     even = w.to(tl.int16).to(tl.bfloat16, bitcast=True)
     odd = (w >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.join(even, odd).reshape(BLOCK_N, BLOCK_K)
@@ -119,12 +133,17 @@ def columns(
     SCALE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):
-    """(BLOCK_N, BLOCK_K) weights in `dtype`, smaller by `shift`."""
-    if FORMAT == "int4" and dtype == tl.bfloat16 and not INTERPRET:
-        return int4(p, s, zero, BLOCK_N, BLOCK_K, GROUPS, HAS_ZERO)
+    """(BLOCK_N, BLOCK_K) weights in `dtype`, divided by `shift`."""
+    IN_WORDS: tl.constexpr = FORMAT == "int4" or is_level(FORMAT)
+    if IN_WORDS and dtype == tl.bfloat16 and not INTERPRET:
+        if FORMAT == "int4":
+            w = int4(p, s, zero, BLOCK_N, BLOCK_K, GROUPS, HAS_ZERO)
+        else:
+            w = scaled_words(level_words(p, FORMAT), s, BLOCK_N, GROUPS, BLOCK_K // 2 // GROUPS)
+        return apart(w, BLOCK_N, BLOCK_K)
     else:
         w0, w1 = weights(p, s, zero, dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO)
-        if FORMAT == "int4" or FORMAT == "e2m1":
+        if in_pairs(FORMAT):
             return tl.join(w0, w1).reshape(BLOCK_N, BLOCK_K)
         else:
             return w0
@@ -132,9 +151,7 @@ def columns(
 
 @triton.constexpr_function
 def shift(dtype, FORMAT, SCALE):
-    """The power of two by which finished sums of `columns` are multiplied."""
-    if dtype != tl.bfloat16 or INTERPRET or FORMAT not in ("int4", "e2m1"):
-        return 1.0
-    if FORMAT == "int4":
+    """What finished sums of `columns` are multiplied by."""
+    if dtype == tl.bfloat16 and not INTERPRET and FORMAT == "int4":
         return INT4_SHIFT
-    return E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
+    return unit(dtype, FORMAT, SCALE)

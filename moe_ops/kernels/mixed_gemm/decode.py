@@ -11,6 +11,7 @@ import triton.language as tl
 
 from moe_ops.kernels.device.e4m3 import decode, round_e4m3
 from moe_ops.kernels.device.interpreter import INTERPRET
+from moe_ops.kernels.mixed_gemm.levels import is_level, level, level_pair
 
 # What `scale_above` adds: four bits for each of the eight mantissas of e4m3, the first in the
 # lowest bits. These may be 0 to 8, 5 to 9, 4 or 5, 7 to 15, 0 to 8, 5 to 10, 6 to 9, and anything.
@@ -115,6 +116,12 @@ def int4_pair_e4m3(p, s):
 @triton.constexpr_function
 def is_e2m1(FORMAT):
     return FORMAT in ("e2m1", "e2m1_words")
+
+
+@triton.constexpr_function
+def in_pairs(FORMAT):
+    """Whether a byte has two columns."""
+    return FORMAT in ("int4", "int4_e4m3") or is_e2m1(FORMAT) or is_level(FORMAT)
 
 
 @triton.jit
@@ -298,9 +305,10 @@ def weights(
 ):
     """(w0, w1) in `dtype`: even and odd columns of formats of 4 bits, twice all columns of others.
     int4 weights with e4m3 scales are rounded to e4m3. In bf16, e2m1 is smaller by a power of two
-    (`scale_bf16x2`).
+    (`scale_bf16x2`), and levels of a table are in units of it and rounded (`levels.py`), so that a
+    level that is scaled is rounded twice.
     """
-    PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
+    PAIRS: tl.constexpr = in_pairs(FORMAT)
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
     ROUNDED: tl.constexpr = FORMAT == "int4" and SCALE == "e4m3"
@@ -327,6 +335,8 @@ def weights(
         elif SIX:
             w0 = six_bit_value(p, FORMAT, tl.bfloat16)
             w1 = w0
+        elif is_level(FORMAT):
+            w0, w1 = level_pair(p, FORMAT)
         else:
             tl.static_assert(FORMAT == "e4m3")
             w0 = e4m3_value(p)
@@ -343,6 +353,8 @@ def weights(
             w0, w1 = p & 15, p >> 4
             if FORMAT == "e2m1":
                 w0, w1 = e2m1(w0), e2m1(w1)
+            elif is_level(FORMAT):
+                w0, w1 = level(w0, FORMAT), level(w1, FORMAT)
         elif SIX:
             w0 = six_bit_value(p, FORMAT, tl.float32)
             w1 = w0
@@ -391,7 +403,7 @@ def operands(
     """
     if INTERPRET:  # the interpreter's 16-bit products are wrong
         x = x.to(tl.float32)
-    if FORMAT == "int4" or FORMAT == "e2m1":
+    if in_pairs(FORMAT):
         x0, x1 = x.reshape(BLOCK_M, BLOCK_K // 2, 2).split()
     else:
         x0 = x

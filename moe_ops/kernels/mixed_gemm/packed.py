@@ -39,7 +39,7 @@ from moe_ops.kernels.launch import (
     unprefixed,
 )
 from moe_ops.kernels.mixed_gemm.columns import columns, shift
-from moe_ops.kernels.mixed_gemm.decode import six_bits
+from moe_ops.kernels.mixed_gemm.decode import in_pairs, six_bits
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
     Format,
@@ -187,7 +187,7 @@ def moe_ops_train_packed(
     rows and matrices of the rank; other rows are left as they are. Grid: blocks times column tiles
     of the output.
     """
-    PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
+    PAIRS: tl.constexpr = in_pairs(FORMAT)
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
     BITS: tl.constexpr = 4 if PAIRS else 6 if SIX else 8
     GROUPS: tl.constexpr = max(BLOCK_K // SCALE_GROUP, 1) if SCALE_GROUP > 0 else 1

@@ -15,18 +15,19 @@ weight would fill all issue slots at 4.3 TB/s. Blocks have two warps: with four,
 weight.
 
 FORMAT   "int4" (low nibble first, 0..15), "e2m1" (low nibble first), "int8", "e4m3"; "e3m2" and
-         "e2m3" (lowest bits first: four columns in three bytes, which are loaded by column)
+         "e2m3" (lowest bits first: four columns in three bytes, which are loaded by column);
+         "nf4", "fp4" and "iq4" (low nibble first): levels of a table (levels.py)
 SCALE    where the scale of a weight is applied:
          "end"     one scale a row or tensor: the finished sum is scaled
          "sum"     one scale a group of at least 32 columns: each group's sum is scaled in fp32;
-                   weights are exact
+                   weights are exact, but for levels
          "block"   one scale a block of 128 x 128: as "sum"
          "e8m0"    one scale a group of 32: the weight is scaled in bf16, exactly
          "e4m3"    one scale a group of 16: the weight is scaled in bf16, exactly, and the finished
                    sum divided by the tensor's global scale; for int4 one scale a group of 128: the
                    scaled weight is rounded to e4m3, and the finished sum multiplied by its row's
                    channel scale
-         "weight"  one bf16 scale a group: the weight is scaled in bf16, and rounded
+         "weight"  one scale a group: the weight is scaled in bf16, and rounded
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.activation import Activated
-from moe_ops.kernels.configs import GROUP_M, GemmConfig
+from moe_ops.kernels.configs import GROUP_M, LEVELS, GemmConfig
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile, block_rows, pairs_at
 from moe_ops.kernels.device.interpreter import INTERPRET
@@ -55,7 +56,8 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.decode import operands, six_bits
+from moe_ops.kernels.mixed_gemm.decode import in_pairs, operands, six_bits
+from moe_ops.kernels.mixed_gemm.levels import is_level, level_unit
 from moe_ops.kernels.mixed_gemm.operands import (
     Format,
     MixedOperand,
@@ -81,7 +83,7 @@ def first_bytes(K_CHUNK: tl.constexpr, FORMAT: tl.constexpr):
     """
     if FORMAT == "e3m2" or FORMAT == "e2m3":
         return tl.arange(0, K_CHUNK) * 3 // 4
-    elif FORMAT == "int4" or FORMAT == "e2m1":
+    elif in_pairs(FORMAT):
         return tl.arange(0, K_CHUNK // 2)
     else:
         return tl.arange(0, K_CHUNK)
@@ -133,6 +135,18 @@ def group_load(
         return tl.load(ptrs + g * stride, mask=group < remaining, other=0)
 
 
+@triton.constexpr_function
+def unit(dtype, FORMAT, SCALE):
+    """What sums of products with `weights` beside rows of a dtype are multiplied by."""
+    if dtype != tl.bfloat16 or INTERPRET:
+        return 1.0
+    if is_level(FORMAT):
+        return level_unit(FORMAT)
+    if FORMAT == "e2m1":
+        return E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
+    return 1.0
+
+
 @triton.jit
 def matmul(
     x_ptrs,  # (BLOCK_M, K_CHUNK)
@@ -169,7 +183,7 @@ def matmul(
 ):
     """x @ w.T, (BLOCK_M, BLOCK_N) in fp32."""
     TOKENS_ARE_LHS: tl.constexpr = tokens_are_lhs(BLOCK_M)
-    PAIRS: tl.constexpr = FORMAT == "int4" or FORMAT == "e2m1"
+    PAIRS: tl.constexpr = in_pairs(FORMAT)
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
     # bytes that are loaded of a row; for 6 bits some of them twice
     BYTES: tl.constexpr = K_CHUNK // 2 if PAIRS else K_CHUNK
@@ -287,13 +301,7 @@ def matmul(
         acc = acc.T
     if SCALE == "end":
         acc *= tl.load(w_scale_ptrs).to(tl.float32)[None, :]
-    SHIFTED: tl.constexpr = (
-        x_ptrs.dtype.element_ty == tl.bfloat16 and not INTERPRET and FORMAT == "e2m1"
-    )
-    if SHIFTED and SCALE == "e8m0":
-        acc *= E8M0_SHIFT
-    if SHIFTED and SCALE == "e4m3":
-        acc *= E4M3_SHIFT
+    acc *= unit(x_ptrs.dtype.element_ty, FORMAT, SCALE)
     if SCALE == "e4m3":
         factor = tl.load(w_factor_ptr + expert * w_factor_stride_e + row * w_factor_stride_n).to(
             tl.float32
@@ -339,7 +347,7 @@ def tile_of(
     """
     n, k, num_stages, num_warps = config
     how = of.scale
-    if of.group == 32 and of.name == "int4" and same_dtype:
+    if of.group == 32 and (of.name in LEVELS or (of.name == "int4" and same_dtype)):
         how = "weight"  # with "sum", products would have 32 columns alone
     chunk = min(k, 64 if block_m == 32 else 128)
     if how == "sum":

@@ -106,7 +106,7 @@ def tile(
     p = tl.load(p_ptr + n * (K // 2) + tl.arange(0, K // 2)[None, :])
     s = tl.load(s_ptr + n * G + tl.arange(0, G)[None, :])
     zero = tl.load(z_ptr + n * G + tl.arange(0, G)[None, :])
-    w = decode.int4(p, s, zero, N, K, G, ZERO)
+    w = decode.apart(decode.int4(p, s, zero, N, K, G, ZERO), N, K)
     tl.store(w_ptr + n * K + tl.arange(0, K)[None, :], w.to(tl.float32))
 
 

@@ -65,8 +65,12 @@ INSTRUCTIONS = {
 def run_registers(name: str, *inputs: int, source: str) -> list[int]:
     """What the assembly in function `name` writes, for one register of each input."""
     body = (KERNELS / source).read_text().split(f"def {name}(")[1].split(".jit\n")[0]
-    code, constraints = re.search(r'"""\{(.*?)\}""",\s*"(.*?)"', body, re.S).groups()
-    outputs = constraints.count("=")
+    return execute(*re.search(r'"""(\{.*?\})""",\s*"(.*?)"', body, re.S).groups(), *inputs)
+
+
+def execute(assembly: str, constraints: str, *inputs: int) -> list[int]:
+    """What assembly writes, for one register of each input."""
+    code, outputs = assembly.strip("{}"), constraints.count("=")
     registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}
     for statement in filter(None, map(str.strip, code.split(";"))):
         if not statement.startswith(".reg"):

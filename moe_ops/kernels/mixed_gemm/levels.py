@@ -1,0 +1,139 @@
+"""Weights of 4 bits whose codes stand for the 16 numbers of a table, those of
+`ElementFormat.levels`. Imported at first launch only.
+
+In assembly a code is looked up by `prmt`, which finds 4 of 8 bytes at a time: the low and the high
+bytes of the levels in bf16, of codes below 8 and of the others, among which the highest bits of
+the codes then choose. A code takes 2.6 instructions, whatever the table.
+
+bf16 holds the levels of few tables. It is nearest to those of nf4, and holds those of fp4 and iq4,
+in a unit of the table (`level_unit`): levels are looked up in units, and finished sums multiplied
+by it. A level of nf4 is at most 0.19 % off so, and in units of 1 would be 0.31 %.
+"""
+
+import struct
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.configs import LEVELS
+from moe_ops.schemes import ELEMENT_FORMATS
+
+# In which order `look_up` writes the levels of a word's columns, two in 32 bits: neighbours; even
+# and odd ones apart; or these with bytes 1 and 2 of the word exchanged, as in sm90_decode.py.
+NEIGHBOURS, EVEN_AND_ODD, EXCHANGED = (
+    tl.constexpr(order) for order in ("neighbours", "even and odd", "exchanged")
+)
+
+
+class Table(NamedTuple):
+    """The levels of a format, by code."""
+
+    levels: tuple[float, ...]
+    unit: float
+    bits: tuple[int, ...]  # of levels, in units, in bf16
+
+
+def to_bf16(x: float) -> int:
+    """The bits of the bf16 number nearest to x, ties to even."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", x))
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def from_bf16(bits: int) -> float:
+    """The number of these bits."""
+    (x,) = struct.unpack("<f", struct.pack("<I", bits << 16))
+    return float(x)
+
+
+def table_of(levels: tuple[float, ...]) -> Table:
+    """The Table of levels. Its unit is, of 64 from 1/2 to 1, that in which all of them are nearest
+    to numbers of bf16, in relation to their size.
+    """
+
+    def error(unit: float) -> float:
+        return max([abs(from_bf16(to_bf16(x / unit)) * unit / x - 1) for x in levels if x])
+
+    unit = min([64 / (64 + i) for i in range(64)], key=error)
+    return Table(levels, unit, tuple([to_bf16(x / unit) for x in levels]))
+
+
+# a constant, so that compiled kernels are those of these tables
+TABLES = tl.constexpr({name: table_of(ELEMENT_FORMATS[name].levels) for name in LEVELS})
+
+
+@triton.constexpr_function
+def is_level(FORMAT):
+    """Whether codes of a format stand for levels of a table."""
+    return FORMAT in TABLES.value
+
+
+@triton.constexpr_function
+def level_unit(FORMAT):
+    """What sums of products with looked-up levels are multiplied by."""
+    return TABLES.value[FORMAT].unit
+
+
+@triton.constexpr_function
+def level_of(FORMAT, code):
+    """The level of a code."""
+    return float(TABLES.value[FORMAT].levels[code])
+
+
+@triton.constexpr_function
+def look_up(FORMAT, order):
+    """Assembly that looks up the eight codes of $4 and writes four words of levels to $0 to $3.
+
+    A selector of `prmt` has 4 bits for each byte that it finds. Those of c are the lower 3 bits of
+    a code, which find one level below code 8 and one above. Those of d are the place of the byte,
+    and 4 more if the code is above 7, and choose between both.
+    """
+    bits = TABLES.value[FORMAT].bits
+    text = [".reg .b32 a, b, c, d, e, f, l, h, t0, t1, t2, t3, t4, t5, t6, t7"]
+    for i in range(8):  # t0 to t3 have the low bytes of four codes each
+        table = [bits[i % 4 * 4 + j] >> i // 4 * 8 & 255 for j in range(4)]
+        text.append(f"mov.b32 t{i}, 0x{int.from_bytes(bytes(table), 'little'):08x}")
+    text.append("prmt.b32 e, $4, 0, 0x3120" if order == EXCHANGED.value else "mov.b32 e, $4")
+    text.append("and.b32 c, e, 0x77777777; shr.u32 d, e, 1")
+    text.append("lop3.b32 d, d, 0x44444444, 0x32103210, 0xea")
+    text.append("shr.u32 e, c, 16; shr.u32 f, d, 16")
+    step = 2 if order == NEIGHBOURS.value else 1
+    first, second = ("0x5140", "0x7362") if order == NEIGHBOURS.value else ("0x6240", "0x7351")
+    for half, (c, d) in enumerate((("c", "d"), ("e", "f"))):
+        text.append(f"prmt.b32 a, t0, t1, {c}; prmt.b32 b, t2, t3, {c}; prmt.b32 l, a, b, {d}")
+        text.append(f"prmt.b32 a, t4, t5, {c}; prmt.b32 b, t6, t7, {c}; prmt.b32 h, a, b, {d}")
+        text.append(f"prmt.b32 ${step * half}, l, h, {first}")
+        text.append(f"prmt.b32 ${step * half + 3 - step}, l, h, {second}")
+    return "{\n" + ";\n".join(text) + ";\n}"
+
+
+@triton.jit
+def level(code, FORMAT: tl.constexpr):
+    """fp32 of codes below 16, not in units."""
+    low, second = (code & 1) != 0, (code & 2) != 0
+    third, high = (code & 4) != 0, (code & 8) != 0
+    quarters = ()
+    for i in tl.static_range(4):
+        even = tl.where(low, level_of(FORMAT, 4 * i + 1), level_of(FORMAT, 4 * i))
+        odd = tl.where(low, level_of(FORMAT, 4 * i + 3), level_of(FORMAT, 4 * i + 2))
+        quarters += (tl.where(second, odd, even),)
+    lower = tl.where(third, quarters[1], quarters[0])
+    return tl.where(high, tl.where(third, quarters[3], quarters[2]), lower)
+
+
+@triton.jit
+def level_pair(p, FORMAT: tl.constexpr):
+    """(even columns, odd columns) of bytes in bf16, in units."""
+    ASSEMBLY: tl.constexpr = look_up(FORMAT, EVEN_AND_ODD)
+    return tl.inline_asm_elementwise(
+        ASSEMBLY, "=r,=r,=r,=r,r", [p], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def level_words(p, FORMAT: tl.constexpr):
+    """The two columns of each byte in the halves of 32 bits, in bf16, in units."""
+    ASSEMBLY: tl.constexpr = look_up(FORMAT, NEIGHBOURS)
+    return tl.inline_asm_elementwise(
+        ASSEMBLY, "=r,=r,=r,=r,r", [p], dtype=tl.int32, is_pure=True, pack=4
+    )
