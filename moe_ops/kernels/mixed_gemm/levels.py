@@ -108,17 +108,21 @@ def look_up(FORMAT, order):
 
 
 @triton.jit
+def one_of_four(code, FORMAT: tl.constexpr, FIRST: tl.constexpr):
+    """The levels of FIRST and the next three codes, by the lower two bits of a code."""
+    low = (code & 1) != 0
+    even = tl.where(low, level_of(FORMAT, FIRST + 1), level_of(FORMAT, FIRST))
+    odd = tl.where(low, level_of(FORMAT, FIRST + 3), level_of(FORMAT, FIRST + 2))
+    return tl.where((code & 2) != 0, odd, even)
+
+
+@triton.jit
 def level(code, FORMAT: tl.constexpr):
     """fp32 of codes below 16, not in units."""
-    low, second = (code & 1) != 0, (code & 2) != 0
-    third, high = (code & 4) != 0, (code & 8) != 0
-    quarters = ()
-    for i in tl.static_range(4):
-        even = tl.where(low, level_of(FORMAT, 4 * i + 1), level_of(FORMAT, 4 * i))
-        odd = tl.where(low, level_of(FORMAT, 4 * i + 3), level_of(FORMAT, 4 * i + 2))
-        quarters += (tl.where(second, odd, even),)
-    lower = tl.where(third, quarters[1], quarters[0])
-    return tl.where(high, tl.where(third, quarters[3], quarters[2]), lower)
+    third = (code & 4) != 0
+    lower = tl.where(third, one_of_four(code, FORMAT, 4), one_of_four(code, FORMAT, 0))
+    upper = tl.where(third, one_of_four(code, FORMAT, 12), one_of_four(code, FORMAT, 8))
+    return tl.where((code & 8) != 0, upper, lower)
 
 
 @triton.jit
