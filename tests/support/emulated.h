@@ -198,6 +198,7 @@ inline void multiply_bytes(int c, int a, int b) {  // both with signs
 #define _mm512_cvtepu8_epi32(v) emulated::map<int32_t, uint8_t, __m512i>(v, [](uint8_t x) { return int32_t(x); })
 #define _mm512_cvtepi8_epi16(v) emulated::map<int16_t, int8_t, __m512i>(v, [](int8_t x) { return int16_t(x); })
 #define _mm512_cvtepu8_epi16(v) emulated::map<int16_t, uint8_t, __m512i>(v, [](uint8_t x) { return int16_t(x); })
+#define _mm512_cvtepi16_epi32(v) emulated::map<int32_t, int16_t, __m512i>(v, [](int16_t x) { return int32_t(x); })
 #define _mm512_cvtepu16_epi32(v) emulated::map<int32_t, uint16_t, __m512i>(v, [](uint16_t x) { return int32_t(x); })
 #define _mm512_cvtph_ps(v) emulated::map<float, uint16_t, __m512>(v, [](uint16_t x) { return _cvtsh_ss(x); })
 #define _mm512_cvtneps_pbh(v) emulated::map<uint16_t, float, __m256i>(v, emulated::narrow)

@@ -16,7 +16,8 @@ import pytest
 from moe_ops.backends.torch import layer
 
 SYSROOT = "/usr/aarch64-linux-gnu"
-BITS = {"bf16": 16, "int4": 4, "int4_any": 4, "mxfp4": 4, "nvfp4": 4}  # others: 8
+# others have 8
+BITS = {"bf16": 16, "int4": 4, "int4_any": 4, "mxfp4": 4, "nvfp4": 4, "levels": 4}
 
 
 class Emulated:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.torch import cpu
+from moe_ops.numerics import elements
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.backend import Shortcut
 from moe_ops.ops.call import ExpertsCall
@@ -28,6 +29,7 @@ from moe_ops.ops.memory import EMPTY_STRIDED
 from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import (
+    ELEMENT_FORMATS,
     PER_BLOCK,
     PER_MX_BLOCK,
     PER_NV_BLOCK,
@@ -41,9 +43,10 @@ from moe_ops.schemes import (
 
 # of experts.cpp, in the order of its ENTRIES
 _DECODERS = (
-    *("bf16", "int4", "int4_any", "mxfp4", "nvfp4", "int8", "fp8", "fp8_blocks"),
+    *("bf16", "int4", "int4_any", "mxfp4", "nvfp4", "levels", "int8", "fp8", "fp8_blocks"),
     *("int8_tokens", "fp8_tokens", "fp8_blocks_tokens"),
 )
+_MOST_LEVEL = 8190  # eight products with whole numbers of 16 bits fit 32
 ACTIVATIONS = {  # enum Activation of csrc/cpu/activation.inc
     "silu": 0,
     "swigluoai": 0,
@@ -75,6 +78,8 @@ class Matrix(ctypes.Structure):
         *[(name, _size) for name in ("zero_expert", "zero_row", "bias_expert")],
         *[(name, _size) for name in ("global_expert", "global_row")],
         *[(name, _int) for name in ("groups", "scale_type", "bias_type")],
+        ("levels", ctypes.c_int16 * 16),
+        ("unit", ctypes.c_float),
     ]
 
 
@@ -134,6 +139,8 @@ def _decoder(scheme: str) -> str:
         return of_group if fits else ""
     if desc.scale_dtype not in (torch.float32, None) or desc.minimum:
         return ""
+    if desc.format.levels:
+        return "levels" if _groups(desc) else ""
     if desc.dtype == "int4":
         return "int4_any" if _groups(desc) else ""
     of_rows = desc.group in (PER_ROW, PER_TENSOR) and not desc.zero_point
@@ -157,7 +164,7 @@ def _beside(desc: QuantDesc, tokens: QuantDesc) -> str:
 
 
 def _groups(desc: QuantDesc) -> int:
-    """Scales of 128 columns of a row; 0 of what int4_any does not decode."""
+    """Scales of 128 columns of a row; 0 of groups of other sizes."""
     cols = desc.group.cols
     return 128 // cols if desc.group.rows == 1 and cols in (32, 64, 128) else 0
 
@@ -272,12 +279,13 @@ def _form(
         or not all([n > 0 and n % COLUMNS == 0 for n in (K, I)])
     ):
         return None
-    groups = _groups(get_scheme(scheme).quantized_weight) if decoder == "int4_any" else 0
-    if groups and all([_is_simple(weight, groups) for weight in (w13, w2)]):
+    desc = get_scheme(scheme).weight
+    groups = _groups(desc) if desc is not None and decoder in ("int4_any", "levels") else 0
+    if decoder == "int4_any" and all([_is_simple(weight, groups) for weight in (w13, w2)]):
         decoder = "int4"
     experts = Experts(
         **{"E": E, "mapped": mapped, "K": K, "I": I},
-        **{"w13": _matrix(w13, groups), "w2": _matrix(w2, groups)},
+        **{"w13": _matrix(w13, desc, groups), "w2": _matrix(w2, desc, groups)},
         **{"scheme": _DECODERS.index(decoder), "activation": ACTIVATIONS[activation.name]},
         **{"interleaved": activation.interleaved, "powers": _powers_of_two(scheme)},
         **{"batch_invariant": options.batch_invariant, "wide": out_dtype != dtype},
@@ -391,11 +399,31 @@ def _is_simple(weight: _Facts, groups: int) -> bool:
     return groups == 1 and bf16 and weight.zero_point is None
 
 
-def _matrix(weight: _Facts, groups: int) -> Matrix:
+@functools.cache
+def _levels(dtype: str) -> tuple[list[int], float]:
+    """What the codes of a format of 4 bits stand for, in whole numbers of a unit, and the unit:
+    that in which these numbers, and their roundings to bf16 that AMX multiplies, have the least
+    errors.
+    """
+    fmt = ELEMENT_FORMATS[dtype]
+    codes = torch.arange(16, dtype=torch.uint8, device="cpu")
+    levels = elements.decode(elements.pack(codes, fmt), fmt)
+    per_level = torch.arange(1, int(_MOST_LEVEL / levels.abs().max()) + 1, device="cpu")[:, None]
+    whole = (levels.double() * per_level).round()
+    rounded = torch.stack([whole, whole.bfloat16().double()])
+    error = ((rounded / per_level).float() - levels).norm(dim=2).sum(dim=0)
+    best = int(error.argmin())
+    return whole[best].int().tolist(), 1 / (best + 1)
+
+
+def _matrix(weight: _Facts, desc: QuantDesc | None, groups: int) -> Matrix:
     """A weight beside contiguous scales and bias."""
     size, rows = weight.dtype.itemsize, weight.shape[1]
     expert, row, _ = weight.stride
     found = Matrix(expert=expert * size, row=row * size, groups=groups, bias_expert=rows)
+    if desc is not None and desc.format.bits == 4:
+        levels, found.unit = _levels(desc.dtype)
+        found.levels[:] = levels
     if weight.scale is not None:
         dtype, shape = weight.scale
         found.scale_type = _TYPES.get(dtype, 0)

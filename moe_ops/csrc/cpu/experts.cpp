@@ -58,6 +58,8 @@ struct Matrix {
     int32_t groups;         // of a step of 128 columns, where a scale is a group's: 1, 2 or 4
     int32_t scale_type;     // 0 bf16, 1 fp16, 2 fp32
     int32_t bias_type;
+    int16_t levels[16];     // what codes of 4 bits stand for, in units of `unit`
+    float unit;
 };
 
 struct Experts {  // struct Experts of backends/torch/layer.py, which leaves 0 what is in Call
@@ -551,8 +553,9 @@ constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, la
 // in the order of _DECODERS of backends/torch/layer.py
 #define ENTRIES(isa, of_integers)                                                                           \
     {ENTRY<isa::Bf16>, ENTRY<of_integers::Int4>, ENTRY<of_integers::Int4Any>, ENTRY<of_integers::Mxfp4>,    \
-     ENTRY<of_integers::Nvfp4>, ENTRY<of_integers::Int8>, ENTRY<isa::Fp8>, ENTRY<isa::Fp8Blocks>,           \
-     ENTRY<of_integers::Int8Tokens>, ENTRY<isa::Fp8Tokens>, ENTRY<isa::Fp8BlocksTokens>}
+     ENTRY<of_integers::Nvfp4>, ENTRY<of_integers::Levels>, ENTRY<of_integers::Int8>, ENTRY<isa::Fp8>,      \
+     ENTRY<isa::Fp8Blocks>, ENTRY<of_integers::Int8Tokens>, ENTRY<isa::Fp8Tokens>,                          \
+     ENTRY<isa::Fp8BlocksTokens>}
 
 int in_use = 0;  // instructions, as `widest` names them
 

@@ -19,6 +19,7 @@ ROWS_OF_TILES = 8  # an expert, from which every format takes tiles
 SCHEMES = (
     *("", "int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:g128:zp"),
     *("int4_w4a16:g32:zp", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16:channel"),
+    *("nf4_w4a16:g64", "fp4_w4a16:g32", "iq4_w4a16:g32"),
     *("fp8_w8a16:channel", "fp8_w8a16:tensor", "fp8_w8a16:block"),
 )
 RUN = layer.run
@@ -311,7 +312,11 @@ def test_nan_of_a_weight_shows(native):
 
 
 @pytest.mark.parametrize(
-    "scheme", ["int4_w4a16:g32:zp", "mxfp4_w4a16", "nvfp4_w4a16", "fp8_w8a16:block", "int8_w8a16"]
+    "scheme",
+    [
+        *("int4_w4a16:g32:zp", "mxfp4_w4a16", "nvfp4_w4a16", "fp8_w8a16:block", "int8_w8a16"),
+        *("nf4_w4a16:g32", "fp4_w4a16:g64", "iq4_w4a16:g32"),
+    ],
 )
 def test_every_code(native, scheme):
     """Row r of w2 holds code r in column r % 128 and zeros elsewhere, so that its output is that
