@@ -126,6 +126,7 @@ ON_CPU_TOO = [
         "int8_w8a16:g64",
         "int4_w4a16:g64",
         "int4_w4a16:g32:zp",
+        "int4_w4a16:g32:min",
         "mxfp4_w4a16",
     )
 ]
@@ -133,7 +134,7 @@ ON_CPU_TOO = [
 
 def scaled_in_16_bits(M: int, cuda: bool) -> tuple[str, ...]:
     """What names of schemes begin with whose weights are scaled in 16 bits beside M tokens, as
-    docs/quantization.md says."""
+    docs/quantization.md says, beside those with minima."""
     if not cuda:
         return ("int4_w4a16:g32", "iq4", "nf4_w4a16:g32", "fp4_w4a16:g32")
     if M == 1:
@@ -157,7 +158,8 @@ def test_error_is_that_of_rounding_once(device, scheme):
     for M in (1, 5, 24, 150) if cuda else (1, 12):
         case = Case(device, dtype, scheme, M=M, top_k=2, **sizes)
         exact = case.reference()
-        weights = dtype if scheme.startswith(scaled_in_16_bits(M, cuda)) else torch.float64
+        in_16_bits = scheme.endswith(":min") or scheme.startswith(scaled_in_16_bits(M, cuda))
+        weights = dtype if in_16_bits else torch.float64
         rounded = oracle.experts(*case.args, **case.options, rounded=dtype, weights=weights)
         assert_matches(case.run("triton"), exact, 1.5 * oracle.relative_error(rounded, exact))
 

@@ -101,8 +101,7 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     for scheme in {w13: None, w2: None}:
         if scheme not in WITH_KERNELS:
             weight = SCHEMES[scheme].quantized_weight
-            what = "minima beside scales" if weight.minimum else f"weights of {weight.dtype}"
-            what = "scales in two levels" if weight.two_levels else what
+            what = "scales in two levels" if weight.two_levels else f"weights of {weight.dtype}"
             reasons.append(
                 f"triton has no kernels for {what}, got {scheme!r}; backend 'torch' dequantizes "
                 "such weights"

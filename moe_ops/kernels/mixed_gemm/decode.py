@@ -67,6 +67,41 @@ def int4_pair_zero(p, offset):
 
 
 @triton.jit
+def int4_pair_minimum(p, s, near, far):
+    """(even columns, odd columns) in bf16: nibbles times a scale plus a minimum m, in fp32 and
+    rounded once. `near` is m - 128 s and `far` m - 2048 s, in fp32.
+
+    A shift brings a byte to bits 12 to 19 of fp32 numbers: 2048 plus its low nibble, 128 plus its
+    high one. The rounding of `far` is at most 2^-12 of a scale.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 q, o, u, l, h, a, b;
+        mov.b32 o, 0x45000000; mov.b32 u, 0x43000000;
+        shl.b32 q, $4, 12;
+        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 l, l, $5, $13; fma.rn.f32 h, h, $5, $9;
+        shl.b32 q, $4, 4;
+        lop3.b32 a, q, 0x0000f000, o, 0xea; lop3.b32 b, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 a, a, $6, $14; fma.rn.f32 b, b, $6, $10;
+        cvt.rn.bf16x2.f32 $0, a, l; cvt.rn.bf16x2.f32 $2, b, h;
+        shr.u32 q, $4, 4;
+        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 l, l, $7, $15; fma.rn.f32 h, h, $7, $11;
+        shr.u32 q, $4, 12;
+        lop3.b32 a, q, 0x0000f000, o, 0xea; lop3.b32 b, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 a, a, $8, $16; fma.rn.f32 b, b, $8, $12;
+        cvt.rn.bf16x2.f32 $1, a, l; cvt.rn.bf16x2.f32 $3, b, h;
+        }""",
+        "=&r,=&r,=&r,=&r,r,f,f,f,f,f,f,f,f,f,f,f,f",
+        [p, s, near, far],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def scale_above(s):
     """e4m3 scales (as uint8) times 64 in bf16, and a little more: their four lowest bits, which
     e4m3 leaves 0, get a number that depends on the three bits of mantissa above them.
@@ -294,7 +329,7 @@ def times(w, s, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr)
 def weights(
     p,  # uint8 (BLOCK_N, BLOCK_K), or with two columns a byte (BLOCK_N, BLOCK_K // 2)
     s,  # scales of these columns (BLOCK_N, GROUPS), if weights are scaled
-    zero,  # zero points of these columns, (BLOCK_N,) or (BLOCK_N, GROUPS)
+    zero,  # zero points or minima of these columns, (BLOCK_N,) or (BLOCK_N, GROUPS)
     dtype: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -311,6 +346,7 @@ def weights(
     PAIRS: tl.constexpr = in_pairs(FORMAT)
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
+    MINIMUM: tl.constexpr = SCALE == "minimum"
     ROUNDED: tl.constexpr = FORMAT == "int4" and SCALE == "e4m3"
     EACH: tl.constexpr = (BLOCK_K // 2 if PAIRS else BLOCK_K) // GROUPS
     if dtype == tl.bfloat16 and not INTERPRET:
@@ -320,7 +356,15 @@ def weights(
         elif ROUNDED:
             w0, w1 = int4_pair_e4m3(p, spread(scale_above(s), BLOCK_N, GROUPS, EACH))
         elif FORMAT == "int4":
-            if HAS_ZERO:
+            if MINIMUM:
+                s, zero = s.to(tl.float32), zero.to(tl.float32)
+                w0, w1 = int4_pair_minimum(
+                    p,
+                    spread(s, BLOCK_N, GROUPS, EACH),
+                    spread(zero - 128.0 * s, BLOCK_N, GROUPS, EACH),
+                    spread(zero - 2048.0 * s, BLOCK_N, GROUPS, EACH),
+                )
+            elif HAS_ZERO:
                 w0, w1 = int4_pair_zero(
                     p, spread(-128.0 - zero.to(tl.bfloat16), BLOCK_N, GROUPS, EACH)
                 )
@@ -328,7 +372,12 @@ def weights(
                 w0, w1 = int4_pair(p)
         elif FORMAT == "int8":
             w0 = int8_value(p)
-            if HAS_ZERO:  # at most 255, which bf16 holds
+            if MINIMUM:
+                s = s.to(tl.float32)
+                least = spread(zero.to(tl.float32) + 128.0 * s, BLOCK_N, GROUPS, EACH)
+                w0 = tl.fma(w0.to(tl.float32), spread(s, BLOCK_N, GROUPS, EACH), least)
+                w0 = w0.to(tl.bfloat16)
+            elif HAS_ZERO:  # at most 255, which bf16 holds
                 zero = zero.to(tl.int8, bitcast=True).to(tl.bfloat16)
                 w0 -= spread(zero, BLOCK_N, GROUPS, EACH)
             w1 = w0
@@ -366,7 +415,14 @@ def weights(
             w0 = decode(p, tl.float32)
             w1 = w0
         w0, w1 = w0.to(tl.float32), w1.to(tl.float32)
-        if HAS_ZERO:
+        if MINIMUM:
+            s = spread(s.to(tl.float32), BLOCK_N, GROUPS, EACH)
+            zero = spread(zero.to(tl.float32), BLOCK_N, GROUPS, EACH)
+            if FORMAT == "int8":
+                zero += 128.0 * s
+            w0 = tl.fma(w0, s, zero)
+            w1 = tl.fma(w1, s, zero)
+        elif HAS_ZERO:
             zero = zero.to(tl.int8, bitcast=True).to(tl.float32)
             zero = spread(zero, BLOCK_N, GROUPS, EACH)
             w0 -= zero

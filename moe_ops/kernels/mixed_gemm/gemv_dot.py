@@ -228,8 +228,8 @@ def load_chunks(
     SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
 ):
-    """(words (BLOCK_N, 4 * CHUNKS), scales of the first and second half of chunks, zero points).
-    Scales are zero unless `here`.
+    """(words (BLOCK_N, 4 * CHUNKS), scales of the first and second half of chunks, zero points or
+    minima). Scales are zero unless `here`.
 
     Words have two dimensions, so that Triton knows only the last to be contiguous, and spreads
     threads over chunks.
@@ -314,13 +314,18 @@ def chunk_products(
         tl.static_assert(not TWO_GROUPS)
         sums = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), 1)
         sums += tl.sum(x2.to(tl.float32) + x3.to(tl.float32), 1)
-        if FORMAT != "int4":
+        if SCALE == "minimum":
+            if FORMAT == "int8":
+                part += 128.0 * sums[None, :]
+        elif FORMAT != "int4":
             part -= zero.to(tl.int8, bitcast=True).to(tl.float32) * sums[None, :]
         elif HAS_ZERO:
             part -= zero.to(tl.float32) * (sums * (1 / INT4_REST))[None, :]
         else:
             part -= (sums * (8 / INT4_REST))[None, :]
     part = scaled(part, second, FORMAT, SCALE)
+    if SCALE == "minimum":
+        part += zero.to(tl.float32) * sums[None, :]
     if TWO_GROUPS:
         part += total
     return part

@@ -44,7 +44,8 @@ class Format(NamedTuple):
         """Whether weights are multiplied by their scales before the product, and sums of groups
         are not held apart.
         """
-        return self.scale in ("weight", "e8m0", "e4m3") and self.x_bits == 16
+        scaled = ("weight", "minimum", "e8m0", "e4m3")
+        return self.scale in scaled and self.x_bits == 16
 
     @property
     def x_bits(self) -> int:
@@ -55,16 +56,18 @@ class Format(NamedTuple):
 def describe(scheme: str) -> Format | None:
     """The Format of a scheme's weights. None for plain weights, for weights that the kernels of
     `gemm` multiply with activations of the same format, and for those that no kernel decodes: with
-    minima, with scales in two levels, or of other number formats than DECODED.
+    scales in two levels, or of other number formats than DECODED.
     """
     found = get_scheme(scheme)
     desc, activation = found.weight, found.activation
-    if desc is None or desc.minimum or desc.two_levels or desc.dtype not in DECODED:
+    if desc is None or desc.two_levels or desc.dtype not in DECODED:
         return None
     alike = activation is not None and activation.dtype == desc.dtype in ("e4m3", "int8")
     if alike and not desc.is_mx:
         return None
     kind = (desc.format.bits, desc.storage_dtype)
+    if desc.minimum:
+        return Format(desc.dtype, "minimum", max(desc.group.cols, 0), *kind)
     if desc.is_mx or desc.scale_dtype == torch.float8_e4m3fn:
         return Format(desc.dtype, "e8m0" if desc.is_mx else "e4m3", desc.group.cols, *kind)
     if desc.group.is_tensor or desc.group.is_row:
@@ -85,8 +88,9 @@ class WeightStride(NamedTuple):
 
 @unprefixed
 class MixedPointers(NamedTuple):
-    """Scales of a weight, zero points of the same shape (bytes), an fp32 factor for each expert
-    (global scales) or each of its rows (channel and global scales), and a bias (E, N).
+    """Scales of a weight, zero points of the same shape (bytes) or minima of the same shape and
+    dtype, an fp32 factor for each expert (global scales) or each of its rows (channel and global
+    scales), and a bias (E, N).
 
     Kernels take these pointers before all numbers, because ptxas merges loads of neighbouring
     parameters, which delays the loads of weights if each tensor's strides stand after its pointer.
@@ -154,7 +158,7 @@ class MixedOperand(NamedTuple):
 
     @property
     def has_zero(self) -> bool:
-        """Whether it has zero points."""
+        """Whether it has zero points or minima."""
         return self.pointers.w_zero is not None
 
     @property

@@ -28,6 +28,8 @@ SCALE    where the scale of a weight is applied:
                    scaled weight is rounded to e4m3, and the finished sum multiplied by its row's
                    channel scale
          "weight"  one scale a group: the weight is scaled in bf16, and rounded
+         "minimum" one scale and one minimum a group or row: the weight is scaled and the minimum
+                   added in fp32, and the sum is rounded once, to the dtype of activations
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ from moe_ops.meta.workspace import cdiv
 # refused when a tensor is made (tensors/checks.py).
 E8M0_SHIFT = tl.constexpr(4294967296.0)  # 2^32
 E4M3_SHIFT = tl.constexpr(256.0)
+ALL_COLUMNS = tl.constexpr(1 << 30)  # SCALE_GROUP of a row's one scale beside its minimum
 
 
 @triton.jit
@@ -159,7 +162,7 @@ def matmul(
     w_scale_stride_e,
     w_scale_stride_n,
     w_scale_stride_g,
-    w_zero_ptr,  # uint8, or None
+    w_zero_ptr,  # uint8, or with SCALE "minimum" of the scales' dtype, or None
     w_zero_stride_e,
     w_zero_stride_n,
     w_zero_stride_g,
@@ -188,7 +191,8 @@ def matmul(
     # bytes that are loaded of a row; for 6 bits some of them twice
     BYTES: tl.constexpr = K_CHUNK // 2 if PAIRS else K_CHUNK
     CHUNK_BYTES: tl.constexpr = K_CHUNK * 3 // 4 if SIX else BYTES
-    SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
+    MINIMUM: tl.constexpr = SCALE == "minimum"
+    SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight" or MINIMUM
     SUM: tl.constexpr = SCALE == "sum" or SCALE == "block"
     GROUPS: tl.constexpr = max(K_CHUNK // SCALE_GROUP, 1) if SCALED else 1
     HAS_ZERO: tl.constexpr = w_zero_ptr is not None
@@ -202,10 +206,10 @@ def matmul(
     w_scale_ptrs = w_scale_ptr + tl.multiple_of(scale_offsets, SCALE_ALIGN)
     w_zero_ptrs = w_scale_ptrs
     if HAS_ZERO:
+        if not MINIMUM:
+            w_zero_ptr = w_zero_ptr.to(tl.pointer_type(tl.uint8))
         zero_offsets = expert * w_zero_stride_e + row.to(tl.int64) * w_zero_stride_n
-        w_zero_ptrs = w_zero_ptr.to(tl.pointer_type(tl.uint8)) + tl.multiple_of(
-            zero_offsets, SCALE_ALIGN
-        )
+        w_zero_ptrs = w_zero_ptr + tl.multiple_of(zero_offsets, SCALE_ALIGN)
     if GROUPS > 1:
         w_scale_ptrs = w_scale_ptrs[:, None] + group * w_scale_stride_g
         w_zero_ptrs = w_zero_ptrs[:, None] + group * w_zero_stride_g
@@ -213,7 +217,8 @@ def matmul(
     # Scales are pipelined with the operands (COPIED, STEP_SCALES) if a thread's have the 4 bytes
     # that an asynchronous copy takes, those of one product or of all chunks of a K tile at once.
     # Otherwise they are prefetched one product ahead (PREFETCH).
-    SIZE: tl.constexpr = 1 if HAS_ZERO else w_scale_ptr.dtype.element_ty.primitive_bitwidth // 8
+    BYTE_ZEROS: tl.constexpr = HAS_ZERO and not MINIMUM
+    SIZE: tl.constexpr = 1 if BYTE_ZEROS else w_scale_ptr.dtype.element_ty.primitive_bitwidth // 8
     STEP_SCALES: tl.constexpr = (
         SCALE == "sum"
         and not HAS_ZERO
@@ -251,7 +256,8 @@ def matmul(
                 p = tl.load(w_ptrs + chunk * CHUNK_BYTES * w_stride_k)
             else:
                 end = (K - k) // 2 if PAIRS else K - k
-                if SCALE_GROUP >= 32 and SCALE != "block":  # SCALE_GROUP divides K
+                # SCALE_GROUP divides K
+                if SCALE_GROUP >= 32 and SCALE_GROUP < ALL_COLUMNS and SCALE != "block":
                     end = tl.multiple_of(end, 16)
                 p = tl.load(
                     w_ptrs + chunk * CHUNK_BYTES * w_stride_k, mask=(byte < end)[None, :], other=0
@@ -346,9 +352,12 @@ def tile_of(
     products in a K tile read longer runs of a row, which memory gives faster.
     """
     n, k, num_stages, num_warps = config
-    how = of.scale
-    if of.group == 32 and (of.name in LEVELS or (of.name == "int4" and same_dtype)):
-        how = "weight"  # with "sum", products would have 32 columns alone
+    how, group = of.scale, of.group
+    if how == "minimum" and group == 0:
+        group = ALL_COLUMNS.value
+    few_columns = how == "sum" and group == 32  # a product would have 32 alone
+    if few_columns and (of.name in LEVELS or (of.name == "int4" and same_dtype)):
+        how = "weight"
     chunk = min(k, 64 if block_m == 32 else 128)
     if how == "sum":
         chunk = min(chunk, of.group)
@@ -356,7 +365,7 @@ def tile_of(
         chunk = min(chunk, 32)
     even = K % k == 0
     return MixedTile(
-        *(of.name, how, of.group, even, GROUP_M, block_m, n, k, num_stages, num_warps),
+        *(of.name, how, group, even, GROUP_M, block_m, n, k, num_stages, num_warps),
         *(chunk, scale_align),
     )
 

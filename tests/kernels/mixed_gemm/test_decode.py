@@ -35,6 +35,25 @@ def fma(*registers: int) -> int:
     return result
 
 
+def single(register: int) -> float:
+    """The fp32 number in a register."""
+    return float(torch.tensor([register], dtype=torch.uint32).view(torch.float32))
+
+
+def register(number: float) -> int:
+    """The bits of a number, rounded to fp32."""
+    return int(torch.tensor([number]).view(torch.uint32))
+
+
+def fma_f32(a: int, b: int, c: int) -> int:
+    return register(single(a) * single(b) + single(c))
+
+
+def to_bf16x2(upper: int, lower: int) -> int:
+    numbers = torch.tensor([single(lower), single(upper)]).to(torch.bfloat16)
+    return int(numbers.view(torch.uint32))
+
+
 def prmt(a: int, b: int, selector: int) -> int:
     """The highest bit of a selector asks for the sign of a byte, eight times."""
     source = (a | b << 32).to_bytes(8, "little")
@@ -59,6 +78,8 @@ INSTRUCTIONS = {
     "prmt.b32": prmt,
     "lop3.b32": lop3,
     "fma.rn.bf16x2": fma,
+    "fma.rn.f32": fma_f32,
+    "cvt.rn.bf16x2.f32": to_bf16x2,
 }
 
 
@@ -114,6 +135,23 @@ def test_int4_with_zero_point(zero):
     for word in words(64)[zero % 7 :: 7]:
         found = run("int4_pair_zero", word, offsets, offsets)
         assert found == [n - zero for n in nibbles(word)]
+
+
+def test_int4_with_minimum():
+    """Rounded once, but for a rounding of 2^-12 of the scale, where neighbours have other scales
+    and minima, which bf16 does not hold.
+    """
+    g = torch.Generator().manual_seed(0)
+    for word in words(64)[::3]:
+        s = torch.rand(4, generator=g) + 0.5
+        m = torch.randn(4, generator=g) * 8
+        near, far = m - 128 * s, m - 2048 * s
+        operands = [register(float(n)) for t in (s, near, far) for n in t]
+        found = torch.tensor(run("int4_pair_minimum", word, *operands)).double()
+        s, m = s.double().repeat(2), m.double().repeat(2)
+        want = torch.tensor(nibbles(word)) * s + m
+        half_a_step = 2.0 ** (want.abs().log2().floor() - 8)
+        assert ((found - want).abs() <= half_a_step + s * 2.0**-12).all()
 
 
 def scale_above(code: int) -> int:

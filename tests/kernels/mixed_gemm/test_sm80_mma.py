@@ -36,7 +36,6 @@ WHERE = [
     pytest.param(("cuda", FP16), id="cuda-fp16", marks=ON_GPU),
 ]
 everywhere = pytest.mark.parametrize("where", WHERE)
-# but those with minima, which no kernel takes
 WEIGHT_ONLY = [name for name in filter(operands.describe, SCHEMES) if SCHEMES[name].weight_only]
 ROUNDED = ":(round|ceil)"  # how quantize chose scales: kernels see no difference
 FORMATS = [name for name in WEIGHT_ONLY if not re.search(ROUNDED, name)]
@@ -45,6 +44,7 @@ INT8 = ["int8_w8a8", "int8_w8a8_static"]
 WAYS = [
     "int4_w4a16:g64",
     "int4_w4a16:g32:zp",
+    "int4_w4a16:g32:min",
     "int8_w8a16:channel:zp",
     "mxfp4_w4a16",
     "nvfp4_w4a16",
@@ -137,7 +137,10 @@ def test_configs(where, scheme, gemm):
 
 
 @everywhere
-@pytest.mark.parametrize("scheme", ["int4_w4a16:channel", "int8_w8a16:channel", "fp8_w8a16:block"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["int4_w4a16:channel", "int4_w4a16:channel:min", "int8_w8a16:channel", "fp8_w8a16:block"],
+)
 @pytest.mark.parametrize("K, I", [(34, 66), (144, 18), (18, 144)])
 def test_ragged_sizes(where, scheme, K, I):  # noqa: E741
     """Groups of all columns set no step that sizes must follow."""
@@ -168,8 +171,11 @@ def test_router_weight_on_input_and_expert_map(where, scheme):
 @everywhere
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("group", [32, 128])
-def test_scales_of_any_dtype(where, dtype, group):
-    """Checkpoints bring scales in a dtype of their own, and zero points that no data made."""
+@pytest.mark.parametrize("beside", ["zp", "min"])
+def test_scales_of_any_dtype(where, dtype, group, beside):
+    """Checkpoints bring scales and minima in a dtype of their own, and zero points and minima that
+    no data made.
+    """
     device, to = where
     g = torch.Generator().manual_seed(group)
     case = Case(device, to, M=5, E=2, top_k=2, K=256, I=128)
@@ -177,10 +183,12 @@ def test_scales_of_any_dtype(where, dtype, group):
         q = torch.randint(0, 256, (2, N, K // 2), generator=g).to(torch.uint8)
         scale = ((torch.rand(2, N, K // group, generator=g) + 0.5) / 80).to(dtype)
         zero = torch.randint(0, 16, scale.shape, generator=g).to(torch.uint8)
+        if beside == "min":
+            zero = (torch.randn(scale.shape, generator=g) / 10).to(dtype)
         parts = [t.to(device) for t in (q, scale, zero)]
-        name = f"int4_w4a16:g{group}"
+        name = f"int4_w4a16:g{group}" + ":min" * (beside == "min")
         case.args[i] = moe_ops.from_quantized(name, *parts[:2], zero_point=parts[2])
-    case.scheme = f"int4_w4a16:g{group}:zp"
+    case.scheme = f"int4_w4a16:g{group}:{beside}"
     case.check("triton")
 
 
