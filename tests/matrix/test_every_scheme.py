@@ -48,7 +48,7 @@ def refill(case: Case, seed: int) -> None:
 def check_one_graph(schemes: list[str], backend: str) -> None:
     """Layers of all schemes side by side in one graph, of any number of tokens, against the
     oracle."""
-    cases = [Case("cpu", FP32, name, M=4, E=2, top_k=1, K=128, I=128) for name in schemes]
+    cases = [Case("cpu", FP32, name, M=4, E=2, top_k=1, K=256, I=256) for name in schemes]
     counter = CompileCounterWithBackend("aot_eager")
 
     def layers(x, topk_weights, topk_ids):
@@ -59,7 +59,7 @@ def check_one_graph(schemes: list[str], backend: str) -> None:
 
     compiled = torch.compile(layers, fullgraph=True, backend=counter)
     for M in (4, 3):
-        x, _, _, weights, ids = Case("cpu", FP32, M=M, E=2, top_k=1, K=128, I=128, seed=M).args
+        x, _, _, weights, ids = Case("cpu", FP32, M=M, E=2, top_k=1, K=256, I=256, seed=M).args
         for tensor in (x, weights, ids):
             torch._dynamo.mark_dynamic(tensor, 0)
         with torch.no_grad(), poisoned_memory():

@@ -16,7 +16,7 @@ FOUND = {
     "iq4_w4a16:g32:super": (0.077, 4.3125),
     "custom:int4,1x16,int8": (0.071, 4.5625),  # Q3_K's values
     "custom:int4,1x16,int8,min": (0.056, 5.125),  # Q2_K's
-    "custom:int8,1x64,int8,min": (0.0052, 8.375),
+    "custom:int8,1x64,int8,min": (0.0056, 8.375),
     "custom:e2m1,1x32,int8": (0.092, 4.3125),
     "custom:e4m3,1x256,int8": (0.026, 8.09375),
 }

@@ -15,14 +15,17 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ops
+from moe_ops.backends.triton.backend import WITH_KERNELS
 from moe_ops.ops import resident
 from moe_ops.residency import bank
+from tests.support import oracle
 from tests.support.cases import BF16, FP32, Case, assert_matches, poisoned_memory, tolerance
 from tests.support.fake_cuda import Recorder
 from tests.support.lru import Slots
 
 CUDA = torch.cuda.is_available()
 SCHEMES = ["", "fp8_block", "int4_w4a16:g64", "mxfp4_w4a16", "int8_w8a8", "fp8_tensor_static"]
+SCHEMES += ["int4_w4a16:g32:super:min+int6_w6a16:g16:super"]  # Q4_K and Q6_K
 
 
 def experts_of(case: Case, slots: int, **options) -> moe_ops.ResidentExperts:
@@ -57,6 +60,8 @@ def backend(request):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bits_are_those_of_the_layer_on_the_device(scheme, backend):
     """Calls one after the other, so that experts stay, come and go."""
+    if backend == "triton" and not WITH_KERNELS.issuperset(oracle.schemes_of(scheme)):
+        pytest.skip("triton has no kernels for it")
     first = small(scheme)
     experts, lru = experts_of(first, slots=6), Slots(8, 6)
     for seed, M in enumerate((3, 1, 3, 2, 3)):
@@ -401,7 +406,9 @@ def test_copies_have_slots_of_their_own(scheme, how, slots):
     assert (moe_ops.residency_stats(other).misses > 0) == (slots < 8)
 
 
-@pytest.mark.parametrize("scheme", ["", "mxfp4_w4a16", "fp8_tensor_static"])
+@pytest.mark.parametrize(
+    "scheme", ["", "mxfp4_w4a16", "fp8_tensor_static", "int5_w5a16:g32:super:min"]
+)
 @pytest.mark.parametrize("slots", [6, 8])
 def test_rows_that_are_filled_later(scheme, slots):
     case = small(scheme, bias=False)
