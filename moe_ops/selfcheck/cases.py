@@ -95,9 +95,7 @@ class Given(NamedTuple):
 
 def _columns(scheme: QuantScheme) -> int:
     """The number of which the columns of a scheme's weights must be a multiple."""
-    found = 1
-    if scheme.weight is not None and scheme.weight.whole_groups:
-        found = scheme.weight.group.cols
+    found = 1 if scheme.weight is None else scheme.weight.whole_columns
     for desc in (scheme.weight, scheme.activation):
         if desc is not None:
             found = math.lcm(found, 8 // math.gcd(8, desc.format.bits))
