@@ -70,7 +70,7 @@ class ResidentExperts(nn.Module):
     Attributes:
         w13, w2: what `fused_experts` takes in the place of weights.
         rows: the tensors of all experts by name (w13, w2, w13_bias, w2_bias), in host memory.
-            After writing into them call `forget`.
+            Before writing into them call `wait`, and `forget` after it.
         slots, device: as given.
         expert_bytes: bytes of one expert: those of a slot, and of a miss.
 
@@ -159,6 +159,11 @@ class ResidentExperts(nn.Module):
         if self._bank is not None:
             self._bank.forget()
 
+    def wait(self) -> None:
+        """Wait until the GPU has read what calls so far bring, so that rows may be written."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def extra_repr(self) -> str:
         scheme = self.w13.scheme or "plain"
         return (
@@ -191,6 +196,7 @@ class ResidentExperts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self.wait()
         for name, rows in self.rows.items():
             key, found = prefix + name, state_dict.get(prefix + name)
             if found is None:

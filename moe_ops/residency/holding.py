@@ -27,7 +27,10 @@ class Held:
         self.resident = resident
         self.rows: dict[str, Any] = {name: getattr(module, name) for name in names}
         self.dtype = self.rows[names[0]].dtype
-        self.hook = module.register_load_state_dict_post_hook(_bring_what_was_loaded)
+        self.hooks = (
+            module.register_load_state_dict_pre_hook(_wait_for_calls),
+            module.register_load_state_dict_post_hook(_bring_what_was_loaded),
+        )
 
     def __reduce__(self) -> NoReturn:
         raise ValueError(
@@ -72,7 +75,8 @@ def release(model: nn.Module) -> None:
     for module in model.modules():
         held = vars(module).pop(_HELD, None)
         if held is not None:
-            held.hook.remove()
+            for hook in held.hooks:
+                hook.remove()
         function = vars(module).get("_apply")
         if getattr(function, "func", None) in (_apply, _apply_all):
             del vars(module)["_apply"]
@@ -119,6 +123,13 @@ def _apply_all(model: Any, function: Callable[[Tensor], Tensor], recurse: bool =
         if held is not None:
             held.check(function)
     return type(model)._apply(model, function, recurse)
+
+
+def _wait_for_calls(module: nn.Module, *given: object) -> None:
+    """Before load_state_dict writes to rows in host memory, which earlier calls may still read."""
+    held = held_by(module)
+    if held is not None:
+        held.resident.wait()
 
 
 def _bring_what_was_loaded(module: nn.Module, incompatible_keys: object) -> None:

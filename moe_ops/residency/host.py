@@ -49,10 +49,19 @@ class HostMemory:
                 stacklevel=4,
             )
             return False
-        release = weakref.finalize(self, _unpin, data, address)  # keeps the memory until then
+        release = weakref.finalize(self, _unpin, data, device)  # keeps the memory until then
         release.atexit = False
         return True
 
 
-def _unpin(data: Tensor, address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+_LEFT: list[Tensor] = []  # to be unpinned after a capture, in which nothing can be waited for
+
+
+def _unpin(data: Tensor, device: torch.device) -> None:
+    """Give memory back to the system once calls that may read it have ended."""
+    _LEFT.append(data)
+    if torch.cuda.is_current_stream_capturing():
+        return
+    torch.cuda.synchronize(device)
+    while _LEFT:
+        torch.cuda.cudart().cudaHostUnregister(_LEFT.pop().data_ptr())

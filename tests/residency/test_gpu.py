@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -61,6 +63,8 @@ def test_bits_of_every_scheme(scheme, options):
     try:
         plain(first, **options)
     except ValueError as error:
+        if "triton has no kernels for" not in str(error):  # tests/matrix knows for which
+            raise
         pytest.skip(str(error))
     experts = experts_of(first, slots=8)
     for seed, M in enumerate((1, 5, 1, 40, 2)):
@@ -233,6 +237,42 @@ def test_compiled_layers_run_as_cuda_graphs():
             for tensor, value in zip((x, weights, ids), (new.args[0], *new.args[3:]), strict=True):
                 tensor.copy_(value)
             assert torch.equal(layer(x, weights, ids), 2 * plain(case))
+
+
+@pytest.mark.parametrize("M", [2, 40])
+def test_loading_waits_until_calls_have_read_the_rows(M, monkeypatch):
+    monkeypatch.setitem(SIZES, "K", 2048)
+    monkeypatch.setitem(SIZES, "I", 1024)  # copies take much longer than launches
+    case, other = case_of(M=M), case_of(M=M, seed=1)
+    experts = experts_of(case, slots=8)
+    layer = torch.nn.ModuleDict({"experts": experts})
+    want, loaded = plain(case), {"w13": other.args[1].cpu(), "w2": other.args[2].cpu()}
+    run(case, experts)
+    for _ in range(3):
+        experts.forget()
+        torch.cuda.synchronize()
+        out = run(case, experts)
+        layer.load_state_dict({f"experts.{name}": rows for name, rows in loaded.items()})
+        assert torch.equal(out, want)
+        layer.load_state_dict({"experts.w13": case.args[1], "experts.w2": case.args[2]})
+    assert torch.equal(run(case, experts), want)
+
+
+@pytest.mark.parametrize("M", [2, 40])
+def test_experts_may_go_while_a_call_reads_them(M, monkeypatch):
+    monkeypatch.setitem(SIZES, "K", 2048)
+    monkeypatch.setitem(SIZES, "I", 1024)
+    case = case_of(M=M)
+    want = plain(case)
+    for _ in range(3):
+        experts = experts_of(case, slots=8)
+        run(case, experts)
+        experts.forget()
+        torch.cuda.synchronize()
+        out = run(case, experts)
+        del experts
+        gc.collect()
+        assert torch.equal(out, want)
 
 
 def test_host_memory_is_pinned_and_released():

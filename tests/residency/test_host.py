@@ -23,12 +23,25 @@ class Runtime:
         return self.error
 
     def cudaHostUnregister(self, address: int) -> None:
+        assert self.waited
         del self.registered[address]
+
+    waited = capturing = False
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+        def wait(device: torch.device) -> None:
+            assert not self.capturing
+            self.waited = True
+
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", wait)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        return self
 
 
 def test_memory_is_pinned_as_long_as_it_is_held(monkeypatch):
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    """And as long as calls may read it."""
+    runtime = Runtime().install(monkeypatch)
     memory = HostMemory(12345, torch.device("cuda"))
     data = memory.data
     assert memory.pinned and data.numel() == 12345
@@ -40,8 +53,21 @@ def test_memory_is_pinned_as_long_as_it_is_held(monkeypatch):
     data.zero_()  # views outlive it
 
 
+def test_memory_that_goes_in_a_capture_is_released_after_it(monkeypatch):
+    runtime = Runtime().install(monkeypatch)
+    memories = [HostMemory(100, torch.device("cuda")) for _ in range(2)]
+    runtime.capturing = True
+    del memories[0]
+    gc.collect()
+    assert len(runtime.registered) == 2
+    runtime.capturing = False
+    memories.clear()
+    gc.collect()
+    assert not runtime.registered
+
+
 def test_refusal_is_said_with_its_cost(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    Runtime(error=2).install(monkeypatch)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # which tells CUDA's last error
     with pytest.warns(UserWarning, match="fraction of the link's rate.*ulimit -l"):
         assert not HostMemory(1 << 20, torch.device("cuda")).pinned
