@@ -17,13 +17,21 @@ from moe_ops.checks import check_one_of
 
 NO_LIMIT = 3.0e38  # finite stand-in for "no limit": AOTInductor cannot serialise inf
 
-_GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
+_GATED = (
+    *("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep"),
+    *("relu2", "situ", "powlu"),
+)
 _NOT_GATED = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul")
 NAMES = _GATED + _NOT_GATED
-_DEFAULTS = {  # (alpha, beta, limit)
+PARAMETERS = ("alpha", "beta", "limit")
+_DEFAULTS: dict[str, tuple[float | None, float | None, float | None]] = {
+    # of PARAMETERS; None where the formula has no such number
+    "silu": (None, None, NO_LIMIT),
     "swigluoai": (1.702, 1.0, 7.0),
     "swigluoai_uninterleave": (1.702, 1.0, 7.0),
-    "swiglustep": (1.0, 0.0, 7.0),
+    "swiglustep": (None, None, 7.0),
+    "situ": (None, 4.0, 25.0),
+    "powlu": (2.5, None, NO_LIMIT),
 }
 
 
@@ -38,17 +46,23 @@ class Activation:
     | swigluoai | as swigluoai_uninterleave, of rows interleaved gate, up, gate, up |
     | swigluoai_uninterleave | g * sigmoid(alpha * g) * (u + beta) of min(g, L), clamp(u, -L, L) |
     | swiglustep | min(silu(g), L) * clamp(u, -L, L) |
+    | relu2 | relu(g)^2 * u |
+    | situ | beta * tanh(g / beta) * sigmoid(g) * L * tanh(u / L), of Kimi-K3 |
+    | powlu | min(p(g) * sigmoid(g), L) * clamp(u, -L, L), p(g) = g^(alpha / (sqrt(g) + 1)) for
+      g > 0, else g |
     | silu_no_mul, gelu_no_mul, gelu_tanh_no_mul | f(x), not gated |
     | relu2_no_mul | relu(x)^2, not gated |
 
     Args:
         name: one of the names above.
         alpha, beta, limit: parameters where the formula has them; None takes the name's default
-            (1.702, 1.0, 7.0 for swigluoai, limit 7.0 for swiglustep, no limit for silu).
+            (1.702, 1.0, 7.0 for swigluoai, limit 7.0 for swiglustep, beta 4.0 and limit 25.0 for
+            situ, alpha 2.5 for powlu, no limit for silu and powlu). math.inf is no limit, for
+            situ u as it is.
 
     Raises:
         ValueError: unknown name, a parameter the formula does not have, alpha or beta that is not
-            finite in fp32, or a limit that is not positive.
+            finite in fp32, or a limit, situ's beta or powlu's alpha that is not positive.
     """
 
     name: str
@@ -64,22 +78,24 @@ class Activation:
         limit: float | None = None,
     ):
         check_one_of("activation", name, NAMES)
-        oai = name in ("swigluoai", "swigluoai_uninterleave")
-        if not oai and (alpha is not None or beta is not None):
-            raise ValueError(f"activation {name!r} takes no alpha or beta; only swigluoai does")
-        if limit is not None and not (oai or name in ("silu", "swiglustep")):
-            raise ValueError(f"activation {name!r} takes no limit; silu, swiglustep, swigluoai do")
-        if limit is not None and not limit > 0:
-            raise ValueError(f"limit must be positive, got {limit}")
-        for what, value in (("alpha", alpha), ("beta", beta)):
-            if value is not None and not abs(value) <= NO_LIMIT:
-                raise ValueError(f"{what} must be a finite number of fp32, got {value}")
-        defaults = _DEFAULTS.get(name, (1.0, 0.0, NO_LIMIT))
+        given = dict(zip(PARAMETERS, (alpha, beta, limit), strict=True))
+        defaults = dict(zip(PARAMETERS, _DEFAULTS.get(name, (None, None, None)), strict=True))
+        unused = {"alpha": 1.0, "beta": 0.0, "limit": NO_LIMIT}
         object.__setattr__(self, "name", name)
-        object.__setattr__(self, "alpha", defaults[0] if alpha is None else float(alpha))
-        object.__setattr__(self, "beta", defaults[1] if beta is None else float(beta))
-        limit = defaults[2] if limit is None else min(float(limit), NO_LIMIT)
-        object.__setattr__(self, "limit", limit)
+        for i, (what, value) in enumerate(given.items()):
+            default = defaults[what]
+            if value is not None and default is None:
+                takers = ", ".join([n for n, of in _DEFAULTS.items() if of[i] is not None])
+                raise ValueError(f"activation {name!r} takes no {what}; {takers} do")
+            if value is None:
+                value = unused[what] if default is None else default
+            elif (what == "limit" or name in ("situ", "powlu")) and not value > 0:
+                raise ValueError(f"{what} must be positive, got {value}")
+            if what == "limit":
+                value = min(value, NO_LIMIT)
+            elif not abs(value) <= NO_LIMIT:
+                raise ValueError(f"{what} must be a finite number of fp32, got {value}")
+            object.__setattr__(self, what, float(value))
 
     def __hash__(self) -> int:
         return hash(self.name)  # a fifth of the time that all fields take: calls are looked up so
@@ -144,6 +160,15 @@ def formula(x: Tensor, activation: Activation) -> Tensor:
         g, u = x.chunk(2, dim=-1)
     if name in ("gelu", "gelu_tanh"):
         return _gelu(name, g) * u
+    if name == "relu2":
+        return F.relu(g).square() * u
+    if name == "situ":
+        factor = u if limit == NO_LIMIT else limit * torch.tanh(u / limit)
+        return activation.beta * torch.tanh(g / activation.beta) * torch.sigmoid(g) * factor
+    if name == "powlu":
+        return (_power(g, activation.alpha)[0] * torch.sigmoid(g)).clamp(max=limit) * u.clamp(
+            -limit, limit
+        )
     if name == "swiglustep":
         return F.silu(g).clamp(max=limit) * u.clamp(-limit, limit)
     if limit < NO_LIMIT:
@@ -191,7 +216,22 @@ def derivative(x: Tensor, grad: Tensor, activation: Activation) -> Tensor:
         g, u = x.chunk(2, dim=-1)
     limited = limit < NO_LIMIT
     clamped_u = u.clamp(-limit, limit) if limited else u
-    if name in ("swigluoai", "swigluoai_uninterleave"):
+    if name == "situ":
+        tanh, sigmoid = torch.tanh(g / activation.beta), torch.sigmoid(g)
+        slope = torch.tanh(u / limit) if limited else torch.zeros_like(u)
+        factor = limit * slope if limited else u
+        one = activation.beta * tanh * sigmoid
+        dg = grad * factor * ((1 - tanh.square()) * sigmoid + one * (1 - sigmoid))
+        return torch.cat((dg, grad * one * (1 - slope.square())), -1)
+    if name == "relu2":
+        one = F.relu(g)
+        return torch.cat((grad * u * 2 * one, grad * one.square()), -1)
+    if name == "powlu":
+        (power, slope), sigmoid = _power(g, activation.alpha), torch.sigmoid(g)
+        one = power * sigmoid
+        dg = torch.where(one <= limit, grad * clamped_u * (slope + power * (1 - sigmoid)), 0)
+        dg, du = dg * sigmoid, grad * one.clamp(max=limit)
+    elif name in ("swigluoai", "swigluoai_uninterleave"):
         clamped_g = g.clamp(max=limit) if limited else g
         sigmoid = torch.sigmoid(activation.alpha * clamped_g)
         slope = sigmoid * (1 + activation.alpha * clamped_g * (1 - sigmoid))
@@ -206,11 +246,20 @@ def derivative(x: Tensor, grad: Tensor, activation: Activation) -> Tensor:
         dg, du = _derivative_of_one(name, clamped_g, grad * clamped_u), grad * one
     if limited:
         du = torch.where((u >= -limit) & (u <= limit), du, 0)
-        if name != "swiglustep":
+        if name not in ("swiglustep", "powlu"):
             dg = torch.where(g <= limit, dg, 0)
     if activation.interleaved:
         return torch.stack((dg, du), -1).flatten(-2)
     return torch.cat((dg, du), -1)
+
+
+def _power(g: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """powlu's p(g), and its derivative."""
+    positive = torch.where(g > 0, g, 1)
+    root, log = positive.sqrt(), positive.log()
+    exponent = alpha / (root + 1)
+    slope = torch.exp((exponent - 1) * log) * (exponent - exponent * root * log / (2 * (root + 1)))
+    return torch.where(g > 0, torch.exp(exponent * log), g), torch.where(g > 0, slope, 1)
 
 
 def _gelu(name: str, x: Tensor) -> Tensor:

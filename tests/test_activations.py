@@ -53,6 +53,9 @@ def test_fp64_stays_fp64(name):
         Activation("swigluoai", beta=0.0),
         Activation("swigluoai_uninterleave", alpha=1.3, beta=0.0, limit=0.6),
         Activation("swiglustep", limit=0.3),
+        Activation("situ", beta=0.7, limit=0.9),
+        Activation("situ", beta=1.5, limit=float("inf")),
+        Activation("powlu", alpha=1.2, limit=0.8),
     ],
     ids=str,
 )
@@ -116,8 +119,15 @@ def test_gates_and_layouts(name):
     "make, sentence",
     [
         (lambda: Activation("swish"), "activation must be one of silu, gelu, .*, got 'swish'"),
-        (lambda: Activation("silu", alpha=1.0), "activation 'silu' takes no alpha or beta"),
-        (lambda: Activation("swiglustep", beta=1.0), "'swiglustep' takes no alpha or beta"),
+        (
+            lambda: Activation("silu", alpha=1.0),
+            "activation 'silu' takes no alpha; .*, powlu do",
+        ),
+        (lambda: Activation("swiglustep", beta=1.0), "'swiglustep' takes no beta"),
+        (lambda: Activation("situ", alpha=1.0), "'situ' takes no alpha"),
+        (lambda: Activation("situ", beta=0.0), "beta must be positive, got 0.0"),
+        (lambda: Activation("powlu", alpha=-1.0), "alpha must be positive, got -1.0"),
+        (lambda: Activation("powlu", alpha=float("inf")), "alpha must be a finite .* got inf"),
         (lambda: Activation("gelu", limit=1.0), "activation 'gelu' takes no limit"),
         (lambda: Activation("relu2_no_mul", limit=1.0), "'relu2_no_mul' takes no limit"),
         (lambda: Activation("silu", limit=0.0), "limit must be positive, got 0.0"),

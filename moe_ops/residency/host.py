@@ -49,19 +49,24 @@ class HostMemory:
                 stacklevel=4,
             )
             return False
-        release = weakref.finalize(self, _unpin, data, device)  # keeps the memory until then
+        release = weakref.finalize(
+            self, _unpin, data, address, device
+        )  # keeps the memory until then
         release.atexit = False
         return True
 
 
-_LEFT: list[Tensor] = []  # to be unpinned after a capture, in which nothing can be waited for
+_LEFT: list[
+    tuple[Tensor, int]
+] = []  # to be unpinned after a capture, in which nothing can be waited for
 
 
-def _unpin(data: Tensor, device: torch.device) -> None:
+def _unpin(data: Tensor, address: int, device: torch.device) -> None:
     """Give memory back to the system once calls that may read it have ended."""
-    _LEFT.append(data)
+    _LEFT.append((data, address))
     if torch.cuda.is_current_stream_capturing():
         return
     torch.cuda.synchronize(device)
     while _LEFT:
-        torch.cuda.cudart().cudaHostUnregister(_LEFT.pop().data_ptr())
+        torch.cuda.cudart().cudaHostUnregister(_LEFT[-1][1])
+        _LEFT.pop()  # the memory, after it

@@ -166,6 +166,8 @@ weighed = pytest.mark.parametrize("options", WEIGHED, ids=("plain", "bias", "on_
         Activation("swigluoai", alpha=0.9, beta=0.4, limit=0.8),
         Activation("swigluoai_uninterleave", alpha=1.3, beta=0.0, limit=0.6),
         Activation("swiglustep", limit=0.3),
+        Activation("situ", beta=0.8, limit=0.7),
+        Activation("powlu", alpha=1.5, limit=0.6),
     ],
     ids=str,
 )

@@ -23,6 +23,8 @@ DEFAULTS = {
     "swigluoai": (1.702, 1.0, 7.0),
     "swigluoai_uninterleave": (1.702, 1.0, 7.0),
     "swiglustep": (None, None, 7.0),
+    "situ": (None, 4.0, 25.0),
+    "powlu": (2.5, None, None),
 }
 # number format -> (bits of exponent, bits of mantissa, largest magnitude); OCP's, with the usual
 # bias
@@ -141,6 +143,14 @@ def activation(v: Tensor, name: str, alpha=None, beta=None, limit=None) -> Tenso
         return gelu_tanh(g) * u
     if name == "swiglustep":
         return above(g * sigmoid(g), limit) * within(u, limit)
+    if name == "relu2":
+        return torch.where(g > 0, g, 0) ** 2 * u
+    if name == "situ":
+        half = u if math.isinf(limit) else limit * torch.tanh(u / limit)
+        return beta * torch.tanh(g / beta) * sigmoid(g) * half
+    if name == "powlu":
+        power = torch.where(g > 0, g, 1) ** (alpha / (torch.where(g > 0, g, 1) ** 0.5 + 1))
+        return above(torch.where(g > 0, power, g) * sigmoid(g), limit) * within(u, limit)
     assert name in ("swigluoai", "swigluoai_uninterleave"), name
     g = above(g, limit)
     return g * sigmoid(alpha * g) * (within(u, limit) + beta)

@@ -30,6 +30,7 @@ from moe_ops.backend import (
 from moe_ops.backends.cutlass import library
 from moe_ops.backends.cutlass.relayout import LAYOUT_OF_KIND, RELAYOUTS
 from moe_ops.backends.cutlass.schemes import (
+    ACTIVATIONS,
     BLOCK_SCALED,
     BLOCKS,
     CAPABILITIES,
@@ -40,6 +41,7 @@ from moe_ops.backends.cutlass.schemes import (
     PLAIN,
     SCHEMES_OF_GROUPS,
     SCHEMES_OF_ROWS,
+    ends_products,
     grouped_bytes,
     kind_of,
     parts,
@@ -99,6 +101,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
     if kind == GROUPS and p.options.activation is not None:
         if not p.options.activation.gated:
             reasons.append(f"cutlass runs {scheme} with gated activations alone")
+        elif not ends_products(p.options.activation):
+            names = ", ".join(ACTIVATIONS)
+            reasons.append(
+                f"cutlass ends products with activations {names}, got "
+                f"{p.options.activation.name!r}"
+            )
         elif not p.options.activation.interleaved and p.intermediate_size % (BLOCK // 2):
             reasons.append(
                 f"cutlass needs I to be a multiple of {BLOCK // 2} with gate and up in halves, "
@@ -132,11 +140,12 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
 
 
 def plain_ends_activated(problem: Problem) -> bool:
-    """Whether the product with plain w13 ends with the activation, as plain.py runs it: gate and
+    """Whether the product with plain w13 ends with the activation, as layer.py runs it: gate and
     up rows of a weight that is stored transposed do not lie in rows.
     """
     p = problem
-    return p.options.activation is not None and p.options.activation.gated and p.contiguous_weights
+    of = p.options.activation
+    return of is not None and ends_products(of) and p.contiguous_weights
 
 
 def workspace_shapes(M: int, problem: Problem) -> Workspaces:
@@ -197,8 +206,8 @@ def depends_on_batch(problem: Problem, machine: Machine) -> list[str]:
         reasons.append("cutlass rounds hidden_states after router weights scaled them")
     if p.options.activation is not None and not plain_ends_activated(p):
         reasons.append(
-            "cutlass rounds the products with w13 before their activation, unless that is gated "
-            "and weights are contiguous"
+            "cutlass rounds the products with w13 before their activation, unless that is gated, "
+            "one of its own, and weights are contiguous"
         )
     if p.options.activation is not None and p.options.activation.name == "gelu":
         reasons.append("cutlass computes erf of gelu by other instructions")

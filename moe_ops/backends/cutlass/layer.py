@@ -19,6 +19,7 @@ from moe_ops.backends.cutlass.schemes import (
     INT4,
     PLAIN,
     ROWS,
+    ends_products,
     kind_of,
     one_scale,
     scale_rows,
@@ -111,12 +112,15 @@ def _check(a: AnyArgs) -> str:
 
 
 class PlainProducts:
-    """Products in bf16. The first activates, if that is gated and the weights are contiguous."""
+    """Products in bf16. The first ends with the activation, if there is such a kernel and the
+    weights are contiguous.
+    """
 
     def __init__(self, a: ExpertsArgs):
         self.a, self.activation = a, activation_of(a)
         S, (_, N, K), I = a.topk_ids.numel(), a.w13.shape, a.w2.shape[2]  # noqa: E741
-        fused = self.activation.GATED and a.w13.is_contiguous() and a.w2.is_contiguous()
+        fused = ends_products(a.options.activation)
+        fused = fused and a.w13.is_contiguous() and a.w2.is_contiguous()
         self.x = Operand(carve(a.workspace13, (S, K), BF16))
         self.gate_up = None if fused else carve(a.workspace2, (S, N), BF16)
         self.h = Operand(carve(a.workspace2 if fused else a.workspace13, (S, I), BF16))

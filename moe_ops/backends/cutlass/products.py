@@ -16,15 +16,13 @@ from torch import Tensor
 
 from moe_ops.backends.cutlass import library
 from moe_ops.backends.cutlass.library import Gemms
+from moe_ops.backends.cutlass.schemes import ACTIVATIONS
 from moe_ops.kernels.activation import Activated
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.products import Products
 
 _ARCHITECTURE = "sm_90a"
 _KERNEL, _BLOCKS = "moe_ops_sm90_product", "moe_ops_sm90_blocks"
-# enum Activation of csrc/cutlass/sm90_tiles.cuh
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep")
-
 
 # Pairs from which on products leave multiprocessors to kernels that copy or sum rows beside them,
 # and columns of h up to which they do: beside products of more, such kernels are short. It pays

@@ -12,10 +12,16 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
+from moe_ops.activations import Activation
 from moe_ops.kernels.rows.scales import SHARED
 from moe_ops.meta.workspace import cdiv, padded_rows, round_up
 from moe_ops.numerics.swizzle import TILE_ROWS, swizzled_shape
 from moe_ops.schemes import get_scheme
+
+# enum Activation of csrc/cutlass/sm90_tiles.cuh; the others are kernels of their own behind
+# products of plain weights
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep")
+
 
 PLAIN, ROWS, GROUPS, INT4, BLOCKS = "plain", "rows", "groups", "int4", "blocks"
 SCHEMES_OF_ROWS = (
@@ -135,3 +141,9 @@ def parts(start: Any, E: int, kind: str) -> Parts:
     for size in (*numbers, SHARED):
         starts.append(starts[-1] + round_up(size, 32))
     return Parts(*starts)
+
+
+def ends_products(activation: Activation) -> bool:
+    """Whether there are kernels of products that end with an activation."""
+    function = activation.name.removesuffix("_uninterleave")
+    return activation.gated and function in ACTIVATIONS

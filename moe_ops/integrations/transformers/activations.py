@@ -61,7 +61,7 @@ def _plain(module: HfModule) -> Activation | None:
     name = "silu" if act_fn is F.silu else _POINTWISE.get(type(act_fn))
     if not getattr(module, "has_gate", True):
         return None if name is None else Activation(f"{name}_no_mul")
-    return None if name in (None, "relu2") else Activation(name)
+    return None if name is None else Activation(name)
 
 
 def _gate_of_fp8(module: HfModule) -> Gate | None:

@@ -49,6 +49,25 @@ def times_sigmoid(x, z):
 
 
 @triton.jit
+def tanh(x):
+    """By a polynomial near 0, where a difference of numbers near 1 would lose what is small."""
+    square = x * x
+    near = x * (1.0 + square * (-0.33333333 + square * (0.13333333 - 0.053968254 * square)))
+    return tl.where(square < 0.03, near, 2.0 * sigmoid(2.0 * x) - 1.0)
+
+
+@triton.jit
+def power(g, alpha):
+    """(p(g), its derivative), of powlu."""
+    positive = tl.where(g > 0.0, g, 1.0)
+    root, log = tl.sqrt(positive), tl.log(positive)
+    exponent = alpha / (root + 1.0)
+    less = tl.exp((exponent - 1.0) * log)
+    slope = less * (exponent - exponent * root * log / (2.0 * (root + 1.0)))
+    return tl.where(g > 0.0, less * positive, g), tl.where(g > 0.0, slope, 1.0)
+
+
+@triton.jit
 def activate_one(x, ACTIVATION: tl.constexpr):
     """The function of one variable in an activation, fp32."""
     if ACTIVATION == "silu":
@@ -68,8 +87,15 @@ def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
     """A gated activation of gate g and up u, fp32 (formulas: moe_ops.activations.Activation)."""
     if ACTIVATION == "swiglustep":
         return above(activate_one(g, "silu"), limit) * clamp(u, limit)
-    elif ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh":
+    elif ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "relu2":
         return activate_one(g, ACTIVATION) * u
+    elif ACTIVATION == "situ":
+        if HAS_LIMIT:
+            u = limit * tanh(u / limit)
+        return beta * times_sigmoid(tanh(g / beta), g) * u
+    elif ACTIVATION == "powlu":
+        p, _ = power(g, alpha)
+        return above(times_sigmoid(p, g), limit) * clamp(u, limit)
     else:
         if HAS_LIMIT:
             g = above(g, limit)
@@ -112,9 +138,24 @@ def derivatives_of_two(
         dg = tl.where(silu <= limit, derivative * clamped, 0.0)
         du = tl.where((u >= -limit) & (u <= limit), above(silu, limit), 0.0)
         return above(silu, limit) * clamped, dg, du
-    elif ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh":
+    elif ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "relu2":
         one, derivative = one_and_derivative(g, ACTIVATION)
         return one * u, derivative * u, one
+    elif ACTIVATION == "situ":
+        t, s = tanh(g / beta), sigmoid(g)
+        one = beta * t * s
+        slope = tl.zeros_like(u)
+        if HAS_LIMIT:
+            slope = tanh(u / limit)
+            u = limit * slope
+        return one * u, ((1.0 - t * t) * s + one * (1.0 - s)) * u, one * (1.0 - slope * slope)
+    elif ACTIVATION == "powlu":
+        p, slope = power(g, alpha)
+        s = sigmoid(g)
+        one, clamped = p * s, clamp(u, limit)
+        dg = tl.where(one <= limit, (slope + p * (1.0 - s)) * s * clamped, 0.0)
+        du = tl.where((u >= -limit) & (u <= limit), above(one, limit), 0.0)
+        return above(one, limit) * clamped, dg, du
     else:
         x, factor = g, u
         if HAS_LIMIT:

@@ -13,7 +13,7 @@ import moe_ops
 from moe_ops.activations import NAMES, Activation
 from moe_ops.backends.cutlass import products as native
 from moe_ops.backends.cutlass.products import Scaled
-from moe_ops.backends.cutlass.schemes import SCHEMES_OF_GROUPS
+from moe_ops.backends.cutlass.schemes import SCHEMES_OF_GROUPS, ends_products
 from moe_ops.kernels.activation import activated
 from tests.backends.cutlass.test_layer import (
     CUDA,
@@ -32,7 +32,7 @@ from tests.support import oracle
 from tests.support.cases import BF16, FP16, Case, assert_matches, poisoned_memory, tolerance
 
 E4M3 = torch.float8_e4m3fn
-GATED = [name for name in NAMES if Activation(name).gated]
+GATED = [name for name in NAMES if ends_products(Activation(name))]
 # the tensor cores add up 128 products in fewer bits than fp32 has: 4e-4 of the largest was seen
 SUMS = 1e-3
 # on a CPU a stand-in multiplies: there the calls are tested, and few cases do
@@ -164,6 +164,7 @@ def test_scales_at_any_address(device):
         ({"I": 72}, "cutlass needs I to be a multiple of 16, got 72"),
         ({"I": 48}, "cutlass needs I to be a multiple of 64 with gate and up in halves, got 48"),
         ({"activation": "silu_no_mul"}, "cutlass runs fp8_block with gated activations alone"),
+        ({"activation": "situ"}, "cutlass ends products with activations silu, .*, got 'situ'"),
         (
             {"dtype": FP16},
             "cutlass takes bfloat16 hidden_states with fp8_block, got torch.float16",

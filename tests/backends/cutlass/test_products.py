@@ -13,6 +13,7 @@ import torch
 import moe_ops
 from moe_ops.activations import Activation
 from moe_ops.backends.cutlass import library, products
+from moe_ops.backends.cutlass.schemes import ACTIVATIONS
 from moe_ops.kernels.activation import activated
 from tests.autograd.test_gradients import call, cotangent, leaves
 from tests.support import fake_cutlass, oracle
@@ -146,12 +147,12 @@ ACTIVATED = {
     "swigluoai, halves": (Activation("swigluoai_uninterleave", beta=0.4), FP16, True),
     "swiglustep": (Activation("swiglustep", limit=0.9), FP16, True),
 }
-for name in products.ACTIVATIONS:
+for name in ACTIVATIONS:
     ACTIVATED.setdefault(name, (Activation(name), BF16, True))
 
 
 def test_numbers_of_activations_are_those_of_the_kernels():
-    text, names = TILES.read_text(), [name.upper() for name in products.ACTIVATIONS]
+    text, names = TILES.read_text(), [name.upper() for name in ACTIVATIONS]
     assert re.search(r"enum Activation \{ (.*) \}", text)[1].split(", ") == names
     assert sorted(re.findall(r"run\(cute::Int<(\w+)>", text)) == sorted(names)
 
