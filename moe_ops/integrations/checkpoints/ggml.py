@@ -86,11 +86,16 @@ def describe(name: str, t: dict, config: Config) -> Matrix:
     """Blocks (..., N, bytes of a row); of NVFP4 with one number for each matrix."""
     *batch, n, size = shape_of(t, "weight", 2, 3)
     require(t, "weight", (*batch, n, size), torch.uint8)
-    block = _BY_NAME[name]
     for role in (FACTOR, IGNORED):
         if role in t:
             require(t, role, tuple(batch) or (1,), torch.float32)
-    return Matrix(GGUF_TYPES[name], n, size // block.bytes * block.elements, tuple(batch))
+    return Matrix(GGUF_TYPES[name], n, columns(name, size), tuple(batch))
+
+
+def columns(name: str, size: int) -> int:
+    """Columns of a row of blocks of so many bytes."""
+    block = _BY_NAME[name]
+    return size // block.bytes * block.elements
 
 
 def convert(name: str, t: Parts, config: Config) -> Parts:

@@ -12,11 +12,13 @@ import io
 import math
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_ops.integrations.checkpoints import ggml
 from moe_ops.integrations.checkpoints.common import shown
@@ -31,6 +33,7 @@ _NUMBERS |= {12: "d"}
 _STRING, _ARRAY = 8, 9
 _UINT32 = 4
 _PART = re.compile(rf"(.*)-(\d{{5}})-of-(\d{{5}}){re.escape(SUFFIX)}", re.DOTALL)
+_EXPERT = re.compile(r"^(blk\.\d+)\.(ffn_(?:gate|up|down))\.([0-9]{1,9})\.")
 _REMOVED = "4, 5, 31 to 33 and 36 to 38"  # of ggml's types
 # a general.type other than "model", or an architecture, and what the file then is
 _NO_MODELS = {
@@ -60,7 +63,8 @@ class GgufFiles(TensorFiles):
 
     Blocks are bytes, (..., N, bytes of a row), and `Entry.blocks` says of which type. Numbers of a
     matrix beside it have the name of their role: ``blk.0.ffn_up_exps.scale`` is
-    ``blk.0.ffn_up_exps.weight_scale_2``.
+    ``blk.0.ffn_up_exps.weight_scale_2``. Experts that old files have one by one are named like
+    stacks: ``blk.0.ffn_up.3.weight`` is ``blk.0.3.ffn_up_exps.weight``.
 
     Args:
         path: a file; of a split one (``name-00001-of-00003.gguf``) any, or a list of all.
@@ -68,6 +72,7 @@ class GgufFiles(TensorFiles):
     Attributes:
         fields: what the (first) file says of the model, by name.
         architecture: general.architecture.
+        made: what reads an entry that stands for no tensor of a file but is made of some.
 
     Raises:
         ValueError: there is no such file; it is damaged, of another version or byte order, or no
@@ -81,6 +86,7 @@ class GgufFiles(TensorFiles):
         check_files(self.files, str(path))
         self.unknown, self.repeated, self.metadata = {}, [], {}
         self.entries = {}
+        self.made: dict[str, Callable[[], Tensor]] = {}
         headers = [read_header(file) for file in self.files]
         self.fields = headers[0].fields
         self.architecture = self.text("general.architecture")
@@ -88,6 +94,7 @@ class GgufFiles(TensorFiles):
             self._check_part(file, header, number, len(headers))
             for entry in header.entries:
                 name = re.sub(r"\.scale$", f".{ggml.FACTOR}", entry.name)
+                name = _EXPERT.sub(r"\1.\3.\2_exps.", name)
                 if name in self.entries:
                     raise ValueError(
                         f"{entry} must be in the checkpoint once, got {self.entries[name]} too"
@@ -103,14 +110,26 @@ class GgufFiles(TensorFiles):
             raise ValueError(f"{key} of {self.files[0]} must be a string, got {shown(value)}")
         return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A field that must be a positive integer; it may be missing if there is a default."""
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A field that must be an integer of at least 1 or 0; it may be missing if there is a
+        default.
+        """
         value = self.fields.get(key, default)
-        if type(value) is not int or value < 1:
-            raise ValueError(
-                f"{key} of {self.files[0]} must be a positive integer, got {shown(value)}"
-            )
+        if type(value) is not int or value < least:
+            what = "a positive integer" if least else "an integer of at least 0"
+            raise ValueError(f"{key} of {self.files[0]} must be {what}, got {shown(value)}")
         return value
+
+    def read(
+        self,
+        name: str,
+        device: torch.device | str = "cpu",
+        count: int = 1,
+        ids: range = range(1),
+    ) -> Tensor:
+        """As that of `TensorFiles`, and entries that are ``made``."""
+        make = self.made.get(name)
+        return super().read(name, device, count, ids) if make is None else make().to(device)
 
     def _check_part(self, file: Path, header: GgufHeader, number: int, count: int) -> None:
         said = [header.fields.get(f"split.{name}") for name in ("no", "count")]
@@ -142,6 +161,14 @@ class GgufFiles(TensorFiles):
         key = f"{self.architecture}.expert_count"
         for name, entry in self.entries.items():
             if "_exps." not in name:
+                continue
+            number = re.match(r"blk\.\d+\.([0-9]+)\.", name)
+            if number:
+                if int(number[1]) >= self.integer(key):
+                    raise ValueError(
+                        f"{entry} must be of the experts 0 to {self.fields[key] - 1}, as {key} "
+                        "says"
+                    )
                 continue
             if name.endswith("_exps.weight") and len(entry.shape) != 3:
                 raise ValueError(

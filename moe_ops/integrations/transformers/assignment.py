@@ -5,7 +5,7 @@ its reading.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,8 +58,7 @@ class Assignment:
         checkpoint: what it is loaded from.
         scheme: that plain experts are quantized to, or quantized ones used with; None: their own.
         own_names: `save_pretrained` wrote quantized experts, under the model's own names.
-        in_order: of a GGUF file, which holds all of a model: the values of a matrix by its name,
-            with their rows in the model's order.
+        whole: the checkpoint is a GGUF file, which holds all of a model.
         plain: plain experts may stay so without a scheme.
 
     Attributes:
@@ -78,11 +77,11 @@ class Assignment:
         checkpoint: Checkpoint,
         scheme: str | None,
         own_names: bool,
-        in_order: Callable[[str, Tensor], Tensor] | None = None,
+        whole: bool = False,
         plain: bool = False,
     ) -> None:
         self.model, self.checkpoint, self.scheme = model, checkpoint, scheme
-        self.own_names, self.plain, self._in_order = own_names, plain, in_order
+        self.own_names, self.plain, self._whole = own_names, plain, whole
         self.files = checkpoint.files
         self.layers: dict[str, tuple[Layer, str]] = {
             layer.parameter_name(name): (layer, name)
@@ -217,7 +216,7 @@ class Assignment:
                 f"{entry} must be a plain weight or have scales of a known name beside it, got "
                 f"{entry.dtype}"
             )
-        if self._in_order and entry.shape != tuple(parameter.shape):
+        if self._whole and entry.shape != tuple(parameter.shape):
             raise ValueError(
                 f"{entry} must have shape {tuple(parameter.shape)}, got {entry.shape}"
             )
@@ -264,14 +263,15 @@ class Assignment:
         file out.
         """
         has_head = self.model.get_output_embeddings() is not None
-        for tensor in spare if self._in_order else ():
+        for tensor in spare if self._whole else ():
             if tensor.endswith(f".{BIAS}") and (has_head or not tensor.startswith("lm_head.")):
                 self._check_zero(tensor, "parameters of this name")
             elif tensor.startswith("model.layers."):
                 raise ValueError(
-                    f"{self._where(tensor)} must belong to a layer of the model, got a model of "
+                    f"{self._where(tensor)} must belong to a layer of the model, got none that "
+                    f"has {tensor} in a model of "
                     f"{getattr(self.model.config, 'num_hidden_layers', None)} layers, as the "
-                    "file's block_count or the given config says"
+                    "file's fields or the given config say"
                 )
 
     def _check_missing(
@@ -290,7 +290,7 @@ class Assignment:
         for name in sorted(missing - tied):
             if _matches(ignored, name):
                 continue
-            if self._in_order or (name.startswith(blocks) and name in parameters):
+            if self._whole or (name.startswith(blocks) and name in parameters):
                 raise ValueError(self._no_tensor(name, unclaimed))
             module = name.rpartition(".")[0] + "."
             beside = (t for t, target in spare.items() if target.startswith(module))
@@ -353,7 +353,7 @@ class Assignment:
         sources = found.matrices()
         if layer.real is not None:
             sources = tuple(projection[: expected[0]] for projection in sources)
-        columns_first = self._in_order is None and layer.columns_first(name)
+        columns_first = not self._whole and layer.columns_first(name)
         weight = self.checkpoint.plan(
             target,
             sources,
@@ -462,8 +462,7 @@ class Assignment:
         source = self.matrices[target]
         if source.keys() == {"weight"} and not self._first(source).blocks:
             return self.files.read(source["weight"], device).to(dtype)
-        values = self.checkpoint.matrix(target, source, dtype, device)
-        return values if self._in_order is None else self._in_order(target, values)
+        return self.checkpoint.matrix(target, source, dtype, device)
 
     def _experts(self, target: str, device: torch.device | str) -> Tensor:
         layer, name = self.layers[target]

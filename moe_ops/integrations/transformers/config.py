@@ -37,7 +37,7 @@ class MoeOpsConfig(QuantizationConfigMixin):
     """
 
     of_file = False  # whether nobody gave it to from_pretrained
-    gguf: Any = None  # while a GGUF file is loaded: its Checkpoint, and the names of its tensors
+    gguf: Any = None  # while a GGUF file is loaded: its Checkpoint
 
     def __init__(
         self,

@@ -107,7 +107,9 @@ class MoeOpsQuantizer(HfQuantizer):
         from moe_ops.integrations.transformers.assignment import Assignment
 
         if gguf is not None:
-            self._assignment = Assignment(model, gguf[0], config.scheme, False, gguf[1].in_order)
+            self._assignment = Assignment(
+                model, gguf, config.scheme, False, whole=True, plain=True
+            )
         else:
             self._assignment = Assignment.of_files(model, checkpoint_files, config)
 

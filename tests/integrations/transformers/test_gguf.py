@@ -220,9 +220,10 @@ Q = "qwen3moe."
         ({f"{Q}rope.dimension_count": 8}, "rope.dimension_count of .* must be 16"),
         ({f"{Q}vocab_size": 127}, "vocab_size of .* must be 128"),
         ({f"{Q}rope.scaling.factor": 2.0}, "rope.scaling.factor of .* must be beside"),
+        ({f"{Q}rope.scaling.type": "su"}, "rope.scaling.type of .* must be 'none', 'linear'"),
         (
-            {f"{Q}rope.scaling.type": "longrope"},
-            "rope.scaling.type of .* must be 'none', 'linear'",
+            {f"{Q}rope.scaling.type": "longrope", f"{Q}rope.scaling.original_context_length": 32},
+            "rope_factors_short.weight of .* must be 8 fp32 numbers, got None",
         ),
         ({f"{Q}expert_feed_forward_length": 64}, "experts.down_proj must have shape"),
         ({f"{Q}block_count": 2**32 - 1}, "block_count of .* must be 1, as the file's tensors"),
