@@ -31,6 +31,8 @@ from moe_ops.warmup import warmup
 __version__ = "0.1.0"
 
 _LAZY = {
+    "load_warm": "moe_ops.bundle.warm",
+    "save_warm": "moe_ops.bundle.warm",
     "MoELayer": "moe_ops.nn.layer",
     "ResidencyStats": "moe_ops.residency.experts",
     "ResidentExperts": "moe_ops.residency.experts",
@@ -76,6 +78,7 @@ __all__ = [
     "fused_experts",
     "grouped_linear",
     "list_backends",
+    "load_warm",
     "prepare",
     "quantize",
     "quantize_activation",
@@ -83,6 +86,7 @@ __all__ = [
     "residency_stats",
     "route",
     "route_tokens",
+    "save_warm",
     "self_check",
     "set_batch_invariant",
     "warmup",

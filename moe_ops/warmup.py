@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import enum
 import operator
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_ops import environment
 from moe_ops.activations import Activation
 from moe_ops.planning.auto import served_by
+
+if TYPE_CHECKING:
+    from moe_ops.bundle.warm import BundleReport
 
 _LOCK = threading.RLock()  # libraries compile and tune for one thread at a time
 
@@ -62,6 +66,7 @@ class WarmupReport:
     """The result of `warmup`; str() has a line for each layer and number of tokens."""
 
     layers: tuple[WarmLayer, ...]
+    bundle: BundleReport | None = None  # what `save` wrote
 
     @property
     def seconds(self) -> float:
@@ -69,7 +74,8 @@ class WarmupReport:
         return sum([call.seconds for layer in self.layers for call in layer.calls])
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.layers), f"{self.seconds:.1f} s in all"])
+        lines = [*map(str, self.layers), f"{self.seconds:.1f} s in all"]
+        return "\n".join(lines + ([str(self.bundle)] if self.bundle else []))
 
 
 @dataclass
@@ -88,6 +94,7 @@ def warmup(
     *,
     dtype: torch.dtype | None = None,
     show_progress: bool = True,
+    save: str | os.PathLike[str] | None = None,
 ) -> WarmupReport:
     """Compile, load and tune everything that expert layers need for these numbers of tokens.
 
@@ -107,18 +114,25 @@ def warmup(
         dtype: dtype of the hidden states; None for that of the weights. If the steps run under
             torch.autocast, call this under it too.
         show_progress: show a progress bar on a terminal, if tqdm is installed.
+        save: a file into which all that this process has compiled so far is then written, by
+            `save_warm`, for `load_warm` in a later process. What torch.compile makes of the model
+            is part of it if compiled steps ran before, or the function given runs them.
 
     Returns:
-        A report, which prints what ran on which backend and how long it took.
+        A report, which prints what ran on which backend and how long it took, and what was saved.
 
     Raises:
         ValueError: no expert layer runs on moe_ops, weights are not loaded, a token count is not
-            a positive integer, or dtype is not a floating-point torch.dtype.
+            a positive integer, dtype is not a floating-point torch.dtype, or save names no file
+            in a folder that can be written.
+        OSError: the file cannot be written.
         RuntimeError: a CUDA graph is being captured, or a graph is being traced.
 
     Threads that call it take turns. No thread may capture meanwhile, since it synchronises the
     device. If layers communicate, all ranks must call it.
     """
+    from moe_ops.bundle.warm import check_target, save_warm
+
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "moe_ops.warmup must run before torch.compile traces, got a call inside"
@@ -127,6 +141,8 @@ def warmup(
     counts = _checked_counts(token_counts)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be None or a floating torch.dtype, got {dtype!r}")
+    if save is not None:
+        check_target("save", save)
     if isinstance(model_or_layer, nn.Module):
         subjects = _subjects(model_or_layer, dtype)
     elif callable(model_or_layer) and not isinstance(model_or_layer, type):
@@ -152,7 +168,8 @@ def warmup(
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # workspaces of the largest M
     return WarmupReport(
-        tuple([WarmLayer(s.name, s.alike, tuple(reversed(calls[s.name]))) for s in subjects])
+        tuple([WarmLayer(s.name, s.alike, tuple(reversed(calls[s.name]))) for s in subjects]),
+        None if save is None else save_warm(save),
     )
 
 

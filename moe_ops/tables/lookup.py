@@ -63,13 +63,43 @@ def path_of(gpu_name: str) -> Path:
     return _FOLDER / f"{gpu_name.replace(' ', '_')}.json"
 
 
+_in_use: dict[str, str] = {}  # GPU name -> text of the table that is used in place of its file
+
+
+def text(gpu_name: str) -> str:
+    """The table of a GPU, as its file has it or as `use` gave it; one without entries if it has
+    none.
+    """
+    path = None if gpu_name in _in_use else tables().get(gpu_name)
+    without = json.dumps({"gpu": gpu_name, "entries": []})
+    return _in_use.get(gpu_name, without) if path is None else path.read_text()
+
+
+def use(gpu_name: str, table: str) -> None:
+    """Use this text of a table in place of a GPU's file, for plans that this process makes from
+    now on.
+
+    Raises:
+        ValueError: it is no table of this GPU.
+    """
+    _rows(gpu_name, table)
+    _in_use[gpu_name] = table
+    _entries.cache_clear()
+
+
+def _rows(gpu_name: str, table: str) -> dict[tuple, dict]:
+    try:
+        read = json.loads(table)
+        if read["gpu"] == gpu_name:
+            return {tuple(row[k] for k in KEYS): row for row in read["entries"]}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"table must have the fields of a measured table: {error}") from error
+    raise ValueError(f"table must be one of {gpu_name}, got one of {read['gpu']}")
+
+
 @functools.cache
 def _entries(gpu_name: str) -> dict[tuple, dict]:
-    path = tables().get(gpu_name)
-    if path is None:
-        return {}
-    rows = json.loads(path.read_text())["entries"]
-    return {tuple(row[k] for k in KEYS): row for row in rows}
+    return _rows(gpu_name, text(gpu_name))
 
 
 def backend_times(

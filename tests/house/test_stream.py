@@ -37,7 +37,7 @@ FLOORS = (
     "autograd parallel",
     "experts",
     "residency",
-    "nn",
+    "nn bundle",
     "warmup selfcheck",
     "info tuning integrations",
     "bench",  # of the folders that integrations read

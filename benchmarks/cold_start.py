@@ -1,0 +1,253 @@
+"""Seconds from the start of a process until a model's prompt and decode step are compiled: with
+nothing cached, with a bundle of moe_ops.save_warm beside empty caches, and with warm caches.
+
+    python benchmarks/cold_start.py [--layers 8] [--rounds 1] [--experts moe_ops] [--json FILE]
+                                    [--save FILE] [--bundle FILE] [--dry-run]
+
+A Qwen3-MoE of real widths with random bf16 weights. Each case is a process of its own, with its
+own folders for every cache (the home directory is one), and runs: the imports, `load_warm`, the
+model, `moe_ops.warmup` for one token and for the prompt, a greedy decode step with a static cache
+(fullgraph, mode="reduce-overhead"), and a forward over the prompt (fullgraph). Counted are the
+compilers that it or its workers started, what Triton compiled in it, and the kernels that came
+into the folders of Triton and DeepGEMM after the bundle was loaded.
+
+`--save` keeps the bundle. `--bundle` takes one that another machine of the same kind made, and
+leaves out the case with warm caches. A dry run is a tiny model on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from compilers import Compilers
+
+ROOT = Path(__file__).resolve().parents[1]
+CASES = ("nothing cached", "bundle", "warm folders")
+PROMPT, CACHE = 512, 1024  # tokens
+STEPS = 4  # decode steps: one compiles, the next two record and check the CUDA graph
+WIDTHS = {
+    **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 4096},
+}
+TINY = {
+    **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 96},
+}
+
+
+class Stages:
+    """Seconds that each part of a process took, from before the interpreter started."""
+
+    def __init__(self, begin: float):
+        self.last, self.seconds = begin, dict[str, float]()
+
+    def end(self, name: str) -> None:
+        now = time.time()
+        self.seconds[name] = round(now - self.last, 2)
+        self.last = now
+        print(f"    {name}: {self.seconds[name]} s", file=sys.stderr, flush=True)
+
+
+def case(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What one process does; everything is imported here, because that is timed, too."""
+    stages = Stages(arguments.begin)
+    import torch
+    import transformers
+
+    import moe_ops
+    import moe_ops.integrations.transformers  # noqa: F401
+
+    device = "cpu" if arguments.dry_run else "cuda"
+    torch.zeros(1, device=device)
+    stages.end("imports")
+    compiled_by_triton = count_triton() if device == "cuda" else []
+    report = moe_ops.load_warm(arguments.bundle) if arguments.bundle else None
+    stages.end("load")
+    before = kernels()
+    config = transformers.Qwen3MoeConfig(
+        **(TINY if arguments.dry_run else WIDTHS),
+        num_hidden_layers=arguments.layers,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.Qwen3MoeForCausalLM._from_config(
+            config,
+            dtype=torch.float32 if arguments.dry_run else torch.bfloat16,
+            experts_implementation=arguments.experts,
+        )
+    with torch.no_grad():  # so that tokens differ, and with them their experts
+        model.model.embed_tokens.weight.normal_()
+        model.lm_head.weight.normal_(std=0.05)
+    model.requires_grad_(False).eval()
+    prompt = torch.randint(config.vocab_size, (1, PROMPT), device=device)
+    torch.cuda.synchronize() if device == "cuda" else None
+    stages.end("model")
+    if arguments.experts == "moe_ops":
+        moe_ops.warmup(model, (1, PROMPT), show_progress=False)
+    stages.end("eager")
+    cache = transformers.StaticCache(config=config, max_cache_len=CACHE)
+
+    def decode(tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits
+
+    mode = "reduce-overhead" if device == "cuda" else "default"
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
+    found = []
+    with torch.no_grad():
+        logits = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
+        tokens = logits[:, -1].argmax(-1, keepdim=True)
+        stages.end("prompt, eagerly")
+        step = torch.compile(decode, mode=mode, **options)
+        for _ in range(STEPS):
+            torch.compiler.cudagraph_mark_step_begin()
+            tokens.copy_(step(tokens))
+            found.append(int(tokens))
+        stages.end("decode")
+        logits = torch.compile(forward, **options)(prompt)
+        found.append(int(logits[0, -1].argmax()))
+        stages.end("prompt")
+    row = {
+        "seconds": round(time.time() - arguments.begin, 2),
+        "stages": stages.seconds,
+        "tokens": found,
+        "compiled_by_triton": len(compiled_by_triton),
+        "new_kernels": {name: len(now - before[name]) for name, now in kernels().items()},
+        "refused": report.refused if report else "",
+    }
+    if arguments.save:
+        row["saved"] = str(moe_ops.warmup(model, (1,), save=arguments.save).bundle)
+    return row
+
+
+def count_triton() -> list[str]:
+    """The names of the kernels that Triton compiles in this process from now on."""
+    from triton import knobs
+
+    names: list[str] = []
+
+    def listener(*, src: Any, metadata: dict, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            names.append(str(metadata.get("name")))
+
+    knobs.compilation.listener = listener
+    return names
+
+
+def kernels() -> dict[str, set[str]]:
+    """The entries of the caches of Triton and DeepGEMM."""
+    home = Path.home()
+    folders = {
+        "triton": [home / ".triton/cache", *(home / "inductor/triton").glob("*")],
+        "deep_gemm": [home / ".deep_gemm/cache"],
+    }
+    return {
+        name: {path.name for folder in of for path in folder.glob("*") if path.is_dir()}
+        for name, of in folders.items()
+    }
+
+
+def run(
+    name: str, home: Path, compilers: Compilers, arguments: argparse.Namespace, **files: str
+) -> dict[str, Any]:
+    """One case in a process of its own."""
+    print(f"  {name}", file=sys.stderr, flush=True)
+    (home / "tmp").mkdir(parents=True, exist_ok=True)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
+    environment |= compilers.environment | {
+        "HOME": str(home),
+        "TMPDIR": str(home / "tmp"),
+        "PYTHONUSERBASE": site.getuserbase(),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")])),
+        "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
+        # else each process on a CPU preprocesses a header
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+        "DG_JIT_CACHE_DIR": str(home / ".deep_gemm"),
+        "MOE_OPS_CACHE": str(home / ".cache/moe_ops"),
+    }
+    command = [sys.executable, __file__, "--case", "--layers", str(arguments.layers)]
+    command += ["--experts", arguments.experts] + ["--dry-run"] * arguments.dry_run
+    for option, path in files.items():
+        command += [f"--{option}", path]
+    compilers.forget()
+    command += ["--begin", repr(time.time())]
+    done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE)
+    if done.returncode:
+        sys.exit(f"{name}: the process ended with {done.returncode}")
+    row = {"case": name, **json.loads(done.stdout.splitlines()[-1])}
+    row["compilers"] = compilers.counts()
+    print(f"    in all: {row['seconds']} s, {row['compilers']}", file=sys.stderr, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1, help="of the last two cases, in turns")
+    parser.add_argument(
+        "--experts", default="moe_ops", help="or grouped_mm, which needs no bundle"
+    )
+    parser.add_argument("--json", type=Path, help="a file for what was measured")
+    parser.add_argument("--save", help="a file for the bundle")
+    parser.add_argument("--bundle", help="the bundle of another machine")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--case", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(case(arguments)))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        compilers = Compilers(root / "compilers")
+        bundle = arguments.bundle
+        if not bundle:
+            bundle = str(root / "model.warm")
+            rows.append(run(CASES[0], root / "first", compilers, arguments, save=bundle))
+        for number in range(arguments.rounds):
+            home = root / f"bundle{number}"
+            rows.append(run(CASES[1], home, compilers, arguments, bundle=bundle))
+            shutil.rmtree(home)
+            if not arguments.bundle:
+                rows.append(run(CASES[2], root / "first", compilers, arguments))
+        size = Path(bundle).stat().st_size
+        if arguments.save and not arguments.bundle:
+            shutil.copy(bundle, arguments.save)
+    result = {"layers": arguments.layers, "bundle_bytes": size, "rows": rows}
+    if arguments.json:
+        sys.path.insert(0, str(ROOT))
+        from records import describe_run
+
+        command = ["python", "benchmarks/cold_start.py", *sys.argv[1:]]
+        result = {"run": describe_run(command, arguments.dry_run), **result}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    print(f"\n{'case':16} {'seconds':>8}  compilers")
+    for row in rows:
+        print(f"{row['case']:16} {row['seconds']:8.1f}  {row['compilers']}")
+    print(f"bundle: {size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()
