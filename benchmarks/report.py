@@ -1675,6 +1675,31 @@ def merge_and_report(paths: Sequence[Path], folder: Path, *names: str) -> None:
             report(path, folder)
 
 
+def cold_start(path: Path = RESULTS / "cold_start_NVIDIA_H200.json") -> str:
+    """Seconds until a model is compiled, by stage, and the compilers that ran (cold_start.py)."""
+    rows = rows_of(path)
+    if not rows:
+        return "No results are committed yet."
+    found = json.loads(path.read_text())
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    best = [min((r for r in rows if r["case"] == c), key=lambda r: r["seconds"]) for c in cases]
+    lines = [
+        (stage, *[number(row["stages"][stage]) for row in best]) for stage in best[0]["stages"]
+    ]
+    lines.append(("in all", *[number(row["seconds"]) for row in best]))
+    started = [sum(row["compilers"].values()) for row in best]
+    lines.append(("compilers that ran", *map(str, started)))
+    kernels = [row["compiled_by_triton"] for row in best]
+    lines.append(("kernels that Triton compiled in the process", *map(str, kernels)))
+    run, size = found["run"], found["bundle_bytes"] / 2**20
+    versions = ", ".join([f"{n} {run['versions'][n]}" for n in ("triton", "transformers")])
+    text = (
+        f"Seconds on an {run['machine']['gpu']} with torch {run['machine']['torch']}, {versions}; "
+        f"{found['layers']} layers; the bundle has {size:.1f} MiB."
+    )
+    return f"{text}\n\n{markdown(('', *cases), lines)}"
+
+
 # of several files, into benchmarks/results
 PICTURES = {"decode_NVIDIA_H200.png": draw_decoding, "schemes.png": draw_schemes}
 # Of each document its blocks. One that makes None stays as it is.
@@ -1694,6 +1719,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
         "steps on an H100": lambda: steps(STEPS_ON_H100),
     },
     "docs/checkpoints.md": {"loading": loading},
+    "docs/cold_start.md": {"cold start": cold_start},
     "docs/quantization.md": {"pairs": pairs},
     "docs/which_scheme.md": {"choices": choices, "schemes": schemes_table},
     "docs/performance.md": {
