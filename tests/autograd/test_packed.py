@@ -36,6 +36,7 @@ SCHEMES = [
     *("int4_w4a16:g32", "int4_w4a16:g64:zp", "int4_w4a16:g128", "int4_w4a16:channel:zp"),
     *("int8_w8a16:channel", "int8_w8a16:g32:zp", "fp8_w8a16:channel", "fp8_w8a16:block"),
     *("mxfp4_w4a16", "nvfp4_w4a16", "mxfp6_e2m3_w6a16"),
+    *("nf4_w4a16:g32", "fp4_w4a16:g32", "iq4_w4a16:g32"),
 ]
 # These quantize activations, too. In bf16 what they round was rounded before, so some elements
 # come to the other neighbour.
@@ -171,6 +172,7 @@ def test_a_nan_gradient_stays_with_its_token(where):
 @pytest.mark.parametrize(
     "scheme",
     ["int4_w4a16:g32", "int4_w4a16:g64:zp", "int4_w4a16:g128", "mxfp4_w4a16", "nvfp4_w4a16"]
+    + ["nf4_w4a16:g64", "fp4_w4a16:g32", "iq4_w4a16:g32"]
     + ["fp8_w8a16:block", "int8_w8a16:channel", "int8_w8a16:g32"],
 )
 @pytest.mark.parametrize("size", [(64, 128, 128), (300, 384, 256)], ids=("short", "long"))
@@ -199,7 +201,9 @@ def test_sizes_of_whole_tiles(where, scheme, rank, size):
 
 @kernels
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("scheme", ["int4_w4a16:g64:zp", "mxfp4_w4a16", "fp8_w8a16:block"])
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16:g64:zp", "mxfp4_w4a16", "fp8_w8a16:block", "nf4_w4a16:g64"]
+)
 def test_no_tensor_holds_even_one_expert(where, recompute, scheme):
     """What the kernels write to is allocated by torch. All of it is for rows, which here are fewer
     than the elements of one expert's smaller weight.
@@ -225,7 +229,7 @@ def test_no_tensor_holds_even_one_expert(where, recompute, scheme):
 
 
 @on_gpu
-@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16"])
+@pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "nf4_w4a16:g64"])
 def test_memory_of_a_step(where, scheme):
     """Less than the weights would take in 16 bits, and gradients of whole tiles."""
     case = Case(*where, scheme, M=200, E=64, top_k=2, K=1024, I=512)

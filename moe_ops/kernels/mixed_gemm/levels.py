@@ -81,25 +81,36 @@ def level_of(FORMAT, code):
 
 
 @triton.constexpr_function
-def look_up(FORMAT, order):
+def table_word(FORMAT, i):
+    """Four bytes of a table, as a number of 32 bits with sign: words 0 to 3 have the low bytes of
+    the levels of four codes each, the others the high bytes.
+    """
+    bits = TABLES.value[FORMAT].bits
+    word = [bits[i % 4 * 4 + j] >> i // 4 * 8 & 255 for j in range(4)]
+    return int.from_bytes(bytes(word), "little", signed=True)
+
+
+@triton.constexpr_function
+def look_up(FORMAT, order, given=False):
     """Assembly that looks up the eight codes of $4 and writes four words of levels to $0 to $3.
+    The words of the table are constants, or with `given` those of $5 to $12.
 
     A selector of `prmt` has 4 bits for each byte that it finds. Those of c are the lower 3 bits of
     a code, which find one level below code 8 and one above. Those of d are the place of the byte,
     and 4 more if the code is above 7, and choose between both.
     """
-    bits = TABLES.value[FORMAT].bits
     text = [".reg .b32 a, b, c, d, e, f, l, h, t0, t1, t2, t3, t4, t5, t6, t7"]
-    for i in range(8):  # t0 to t3 have the low bytes of four codes each
-        table = [bits[i % 4 * 4 + j] >> i // 4 * 8 & 255 for j in range(4)]
-        text.append(f"mov.b32 t{i}, 0x{int.from_bytes(bytes(table), 'little'):08x}")
+    for i in range(8):
+        word = f"${5 + i}" if given else table_word(FORMAT, i)
+        text.append(f"mov.b32 t{i}, {word}")
     text.append("prmt.b32 e, $4, 0, 0x3120" if order == EXCHANGED.value else "mov.b32 e, $4")
     text.append("and.b32 c, e, 0x77777777; shr.u32 d, e, 1")
     text.append("lop3.b32 d, d, 0x44444444, 0x32103210, 0xea")
     text.append("shr.u32 e, c, 16; shr.u32 f, d, 16")
     step = 2 if order == NEIGHBOURS.value else 1
     first, second = ("0x5140", "0x7362") if order == NEIGHBOURS.value else ("0x6240", "0x7351")
-    for half, (c, d) in enumerate((("c", "d"), ("e", "f"))):
+    for half in range(2):
+        c, d = ("e", "f") if half else ("c", "d")
         text.append(f"prmt.b32 a, t0, t1, {c}; prmt.b32 b, t2, t3, {c}; prmt.b32 l, a, b, {d}")
         text.append(f"prmt.b32 a, t4, t5, {c}; prmt.b32 b, t6, t7, {c}; prmt.b32 h, a, b, {d}")
         text.append(f"prmt.b32 ${step * half}, l, h, {first}")

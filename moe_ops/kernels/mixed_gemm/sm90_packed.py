@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.kernels.activation import Activated
-from moe_ops.kernels.configs import GROUP_M
+from moe_ops.kernels.configs import GROUP_M, LEVELS
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import block_and_tile
 from moe_ops.kernels.device.gluon import (
@@ -58,7 +58,14 @@ from moe_ops.kernels.mixed_gemm.columns import (
     bits,
     fma_words,
 )
-from moe_ops.kernels.mixed_gemm.decode import spread
+from moe_ops.kernels.mixed_gemm.decode import in_pairs, spread
+from moe_ops.kernels.mixed_gemm.levels import (
+    NEIGHBOURS,
+    is_level,
+    level_unit,
+    look_up,
+    table_word,
+)
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
     MixedOperand,
@@ -78,7 +85,7 @@ from moe_ops.kernels.mixed_gemm.sm90_mainloop import advance_slot
 from moe_ops.kernels.place.routing import Routing
 from moe_ops.meta.workspace import cdiv
 
-FORMATS = ("int4", "e2m1", "int8", "e4m3")
+FORMATS = ("int4", "e2m1", "int8", "e4m3", *LEVELS)
 RANKS = (16, 32, 64)
 NUM_WARPS = 4  # two programs share a multiprocessor
 NUM_STAGES = 3  # of x
@@ -179,14 +186,11 @@ def e4m3_pairs(words):
 
 
 @gluon.jit
-def e2m1_tables(x):
-    """What e2m1_pairs looks up, of any index x: 64 and twice a number that is not negative, 64
-    less twice the magnitude of another one, each in two words, and 0x43.
-
-    A constant would be written anew for each use. Sums with a zero that the compiler does not know
-    stay in registers.
+def unknown_zero(x):
+    """A zero that the compiler does not know, of any index x. Sums with it stay in registers,
+    where a constant would be written anew for each use.
     """
-    zero = gl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         "{ .reg .b32 a; shr.s32 a, $1, 31; shfl.sync.idx.b32 $0, a, 0, 0x1f, 0xffffffff; }",
         "=r,r",
         [x],
@@ -194,6 +198,13 @@ def e2m1_tables(x):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def e2m1_tables(zero):
+    """What e2m1_pairs looks up, of `unknown_zero`: 64 and twice a number that is not negative, 64
+    less twice the magnitude of another one, each in two words, and 0x43.
+    """
     above = zero + 0x43424140, zero + 0x4C484644
     below = zero + 0x3D3E3F40, zero + 0x34383A3C
     return above[0], above[1], below[0], below[1], zero + 0x43434343
@@ -229,6 +240,45 @@ def e2m1_pairs(words, s, offsets, tables):
 
 
 @gluon.jit
+def level_tables(zero, FORMAT: gl.constexpr):
+    """The words of bytes that level_pairs looks up, of `unknown_zero`."""
+    return (
+        zero + table_word(FORMAT, 0),
+        zero + table_word(FORMAT, 1),
+        zero + table_word(FORMAT, 2),
+        zero + table_word(FORMAT, 3),
+        zero + table_word(FORMAT, 4),
+        zero + table_word(FORMAT, 5),
+        zero + table_word(FORMAT, 6),
+        zero + table_word(FORMAT, 7),
+    )
+
+
+@gluon.jit
+def level_pairs(words, tables, FORMAT: gl.constexpr):
+    """As int4_pairs of levels of a table, in units of it (levels.py), not scaled."""
+    ASSEMBLY: gl.constexpr = look_up(FORMAT, NEIGHBOURS, True)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [
+            words,
+            tables[0],
+            tables[1],
+            tables[2],
+            tables[3],
+            tables[4],
+            tables[5],
+            tables[6],
+            tables[7],
+        ],  # fmt: skip
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def e2m1_scales(s, SCALE: gl.constexpr):
     """(scale, -192 scales) in both halves of 32 bits each: e8m0 codes, of which those above 2^120
     overflow, or half of e4m3 codes.
@@ -242,9 +292,11 @@ def e2m1_scales(s, SCALE: gl.constexpr):
 
 
 @gluon.constexpr_function
-def e2m1_shift(SCALE):
-    """The power of two by which finished sums of e2m1 are multiplied."""
-    return 0.5 if SCALE == "e8m0" else 1.0
+def shift(FORMAT, SCALE):
+    """What finished sums are multiplied by."""
+    if FORMAT == "e2m1":
+        return 0.5 if SCALE == "e8m0" else 1.0
+    return level_unit(FORMAT) if is_level(FORMAT) else INT4_SHIFT.value
 
 
 @gluon.jit
@@ -268,7 +320,7 @@ def decode(
     BLOCK_N: gl.constexpr = words.shape[0]
     WORDS: gl.constexpr = words.shape[1]
     EACH: gl.constexpr = WORDS // GROUPS
-    PAIRS: gl.constexpr = WORDS * 4 if FORMAT == "int4" or FORMAT == "e2m1" else WORDS * 2
+    PAIRS: gl.constexpr = WORDS * 4 if in_pairs(FORMAT) else WORDS * 2
     if FORMAT == "int8" or FORMAT == "e4m3":
         wide = s.to(gl.float32)
         if FORMAT == "int8":
@@ -285,6 +337,10 @@ def decode(
         factors = spread(factors, BLOCK_N, GROUPS, EACH)
         w0, w1, w2, w3 = e2m1_pairs(words, factors, spread(offsets, BLOCK_N, GROUPS, EACH), tables)
         pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
+    elif is_level(FORMAT):
+        w0, w1, w2, w3 = level_pairs(words, tables, FORMAT)
+        w0, w1, w2, w3 = four_scaled(w0, w1, w2, w3, s, BLOCK_N, GROUPS, EACH)
+        pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     else:
         wide = s.to(gl.float32)
         if s.dtype == gl.bfloat16 and not HAS_ZERO:
@@ -298,11 +354,7 @@ def decode(
         factors = spread(factors, BLOCK_N, GROUPS, EACH)
         w0, w1, w2, w3 = int4_pairs(words, factors, spread(offsets, BLOCK_N, GROUPS, EACH))
         if s.dtype != gl.bfloat16 or HAS_ZERO:
-            high = s.to(gl.bfloat16)
-            low = spread(both(wide - high.to(gl.float32)), BLOCK_N, GROUPS, EACH)
-            high = spread(both(high), BLOCK_N, GROUPS, EACH)
-            w0, w1 = scaled(w0, high, low), scaled(w1, high, low)
-            w2, w3 = scaled(w2, high, low), scaled(w3, high, low)
+            w0, w1, w2, w3 = four_scaled(w0, w1, w2, w3, s, BLOCK_N, GROUPS, EACH)
         pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     pairs = pairs.reshape((BLOCK_N, PAIRS))
     even = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -314,6 +366,18 @@ def decode(
 def scaled(w, high, low):
     """w times a scale that is the sum of two numbers of bf16."""
     return fma_words(w, high, fma_words(w, low, low * 0 + MINUS_ZERO))
+
+
+@gluon.jit
+def four_scaled(
+    w0, w1, w2, w3, s, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, EACH: gl.constexpr
+):
+    """Four words of two columns each times their scale."""
+    high = s.to(gl.bfloat16)
+    low = spread(both(s.to(gl.float32) - high.to(gl.float32)), BLOCK_N, GROUPS, EACH)
+    high = spread(both(high), BLOCK_N, GROUPS, EACH)
+    w0, w1 = scaled(w0, high, low), scaled(w1, high, low)
+    return w0, w1, scaled(w2, high, low), scaled(w3, high, low)
 
 
 @gluon.jit
@@ -520,7 +584,7 @@ def moe_ops_train_wgmma_packed(
     BLOCK_M: gl.constexpr = x.block_shape[0]
     OUT: gl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
     IN: gl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
-    COLUMNS: gl.constexpr = 8 if FORMAT == "int4" or FORMAT == "e2m1" else 4  # in a word
+    COLUMNS: gl.constexpr = 8 if in_pairs(FORMAT) else 4  # in a word
     WORDS: gl.constexpr = BLOCK_K // COLUMNS
     HALVES: gl.constexpr = 2 if GATED and not INTERLEAVED else 1
     GROUPS: gl.constexpr = max(BLOCK_K // SCALE_GROUP, 1) if SCALE_GROUP > 0 else 1
@@ -571,7 +635,8 @@ def moe_ops_train_wgmma_packed(
         async_load(x, [first, i * IN], full.index(i), x_smem.index(i), i < steps)
 
     expert = e
-    tables = e2m1_tables(first)
+    zeros = unknown_zero(first)
+    tables = level_tables(zeros, FORMAT) if is_level(FORMAT) else e2m1_tables(zeros)
     e = e.to(gl.int64)
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(gl.pointer_type(gl.uint8))
@@ -657,7 +722,7 @@ def moe_ops_train_wgmma_packed(
     acc = issue(x_smem.index(slot), w_smem.index((steps - 1) % W_BUFFERS), acc, TRANSPOSE)
     acc = warpgroup_mma_wait(0, [acc])
 
-    acc *= e2m1_shift(SCALE) if FORMAT == "e2m1" else INT4_SHIFT
+    acc *= shift(FORMAT, SCALE)
     if w_factor_ptr is not None:  # the global scale of an expert, or of each row
         w_factor_ptr += e * w_factor_stride_e
         if FACTOR_ROWS:

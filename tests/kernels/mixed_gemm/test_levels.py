@@ -56,11 +56,14 @@ def test_units_bring_levels_near_numbers_of_bf16(name):
 
 @every_table
 @pytest.mark.parametrize("order", ORDERS)
-def test_look_up(name, order):
+@pytest.mark.parametrize("given", [False, True], ids=("constants", "given"))
+def test_look_up(name, order, given):
     """Each code in its own place, whatever its neighbours are."""
     numbers = in_units(name).tolist()
+    table = [levels.table_word(name, i) for i in range(8)] if given else []
+    constraints = ",".join(["=r"] * 4 + ["r"] * (1 + len(table)))
     for word in words():
-        registers = execute(levels.look_up(name, order), "=r,=r,=r,=r,r", word)
+        registers = execute(levels.look_up(name, order, given), constraints, word, *table)
         values = [n for register in registers for n in halves(register)]
         assert values == [numbers[word >> 4 * column & 15] for column in ORDERS[order]]
 
