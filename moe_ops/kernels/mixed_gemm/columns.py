@@ -134,7 +134,7 @@ def columns(
     HAS_ZERO: tl.constexpr,
 ):
     """(BLOCK_N, BLOCK_K) weights in `dtype`, divided by `shift`."""
-    IN_WORDS: tl.constexpr = FORMAT == "int4" or is_level(FORMAT)
+    IN_WORDS: tl.constexpr = (FORMAT == "int4" and SCALE != "minimum") or is_level(FORMAT)
     if IN_WORDS and dtype == tl.bfloat16 and not INTERPRET:
         if FORMAT == "int4":
             w = int4(p, s, zero, BLOCK_N, BLOCK_K, GROUPS, HAS_ZERO)
@@ -152,6 +152,6 @@ def columns(
 @triton.constexpr_function
 def shift(dtype, FORMAT, SCALE):
     """What finished sums of `columns` are multiplied by."""
-    if dtype == tl.bfloat16 and not INTERPRET and FORMAT == "int4":
+    if dtype == tl.bfloat16 and not INTERPRET and FORMAT == "int4" and SCALE != "minimum":
         return INT4_SHIFT
     return unit(dtype, FORMAT, SCALE)

@@ -259,7 +259,8 @@ def _k_chunk(K: int, of: Format) -> int:
     """
     if K % 64:
         return 0
-    if (of.name in E2M1 or of.scale == "weight") and K >= 128:
+    scaled = of.name in E2M1 or of.scale in ("weight", "minimum")
+    if scaled and of.bits == 4 and K >= 128:
         return 128
     return 64 if of.bits == 8 or of.group == 64 or K % 128 else 128
 

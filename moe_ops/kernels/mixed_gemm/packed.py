@@ -209,7 +209,9 @@ def moe_ops_train_packed(
         w_scale_ptr = w_scale_ptr.to(tl.pointer_type(tl.uint8))
     w_scale_ptr += e * w_scale_stride_e
     if HAS_ZERO:
-        w_zero_ptr = w_zero_ptr.to(tl.pointer_type(tl.uint8)) + e * w_zero_stride_e
+        if SCALE != "minimum":
+            w_zero_ptr = w_zero_ptr.to(tl.pointer_type(tl.uint8))
+        w_zero_ptr += e * w_zero_stride_e
     byte = first_bytes(BLOCK_K, FORMAT)
 
     n = 0 if TRANSPOSE else tile * OUT
@@ -313,7 +315,8 @@ def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
 
 def decoding_of(of: Format) -> Decoding:
     """How both kernels decode a weight: each weight times its scale."""
-    return Decoding(of.name, of.scale if of.scale in ("e8m0", "e4m3") else "weight", of.group)
+    as_it_is = of.scale in ("e8m0", "e4m3", "minimum")
+    return Decoding(of.name, of.scale if as_it_is else "weight", of.group)
 
 
 def scales_of_rows(w: MixedOperand) -> ScalesOfRows:

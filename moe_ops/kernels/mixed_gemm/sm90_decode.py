@@ -210,6 +210,38 @@ def decode_int4(codes, low, high, offset):
 
 
 @gluon.jit
+def decode_int4_minimum(codes, s, near, far):
+    """(even columns, odd columns) in bf16: nibbles times a scale plus a minimum, as
+    `decode.int4_pair_minimum` has them.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 q, o, u, l, h, a, b;
+        mov.b32 o, 0x45000000; mov.b32 u, 0x43000000;
+        shl.b32 q, $4, 12;
+        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 l, l, $5, $13; fma.rn.f32 h, h, $5, $9;
+        shr.u32 q, $4, 4;
+        lop3.b32 a, q, 0x0000f000, o, 0xea; lop3.b32 b, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 a, a, $6, $14; fma.rn.f32 b, b, $6, $10;
+        cvt.rn.bf16x2.f32 $0, a, l; cvt.rn.bf16x2.f32 $2, b, h;
+        shl.b32 q, $4, 4;
+        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 l, l, $7, $15; fma.rn.f32 h, h, $7, $11;
+        shr.u32 q, $4, 12;
+        lop3.b32 a, q, 0x0000f000, o, 0xea; lop3.b32 b, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 a, a, $8, $16; fma.rn.f32 b, b, $8, $12;
+        cvt.rn.bf16x2.f32 $1, a, l; cvt.rn.bf16x2.f32 $3, b, h;
+        }""",
+        "=&r,=&r,=&r,=&r,r,f,f,f,f,f,f,f,f,f,f,f,f",
+        [codes, s, near, far],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
 def decode_int4_e4m3(codes, low, high, offset):
     """As decode_int4, cut off after four significant bits: with the scales of `scale_above`,
     weights rounded to e4m3.
@@ -426,7 +458,7 @@ def constant(like, BITS: gl.constexpr):
 def decode_weights(
     codes,  # (BLOCK_N, CHUNK_BYTES) uint8, rows in the accumulator's order
     s,  # scales (BLOCK_N, GROUPS), or two in each element
-    zero,  # zero points (BLOCK_N, GROUPS); not used without HAS_ZERO
+    zero,  # zero points or minima (BLOCK_N, GROUPS); not used without HAS_ZERO
     GROUPS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -437,7 +469,8 @@ def decode_weights(
     scales if SCALE says that weights are scaled.
 
     For 8-bit formats both are all columns. e2m1 is multiplied by 2^-32 or 2^-8 (`scale_bf16x2`),
-    int4 by 2^-64. int4 weights with e4m3 scales are rounded to e4m3 (`scale_above`).
+    int4 without a minimum by 2^-64. int4 weights with e4m3 scales are rounded to e4m3
+    (`scale_above`).
     """
     BLOCK_N: gl.constexpr = codes.shape[0]
     CHUNK_BYTES: gl.constexpr = codes.shape[1]
@@ -465,6 +498,15 @@ def decode_weights(
             zero = zero.to(gl.int8, bitcast=True).to(gl.bfloat16)
             w0 -= gl.expand_dims(zero, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
         w1 = w0
+    elif SCALE == "minimum":
+        s, zero = s.to(gl.float32), zero.to(gl.float32)
+        near, far = zero - 128.0 * s, zero - 2048.0 * s
+        w0, w1 = decode_int4_minimum(
+            codes,
+            gl.expand_dims(s, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES)),
+            gl.expand_dims(near, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES)),
+            gl.expand_dims(far, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES)),
+        )
     else:
         # Constants are fp32, which the compiler narrows, or given by their bits: Triton 3.6 keeps
         # six decimals of bf16 constants.

@@ -100,7 +100,7 @@ def unshifted(acc, FORMAT: gl.constexpr, SCALE: gl.constexpr):
     """Sums of products without the power of two that weights were decoded with."""
     if is_e2m1(FORMAT):
         acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
-    elif FORMAT == "int4":
+    elif FORMAT == "int4" and SCALE != "minimum":
         acc *= INT4_SHIFT
     return acc
 

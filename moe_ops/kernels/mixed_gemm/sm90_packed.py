@@ -147,6 +147,36 @@ def int4_pairs(words, factors, offsets):
 
 
 @gluon.jit
+def int4_pairs_minimum(words, s, near, far):
+    """As int4_pairs, of nibbles times a scale plus a minimum, as `decode.int4_pair_minimum` has
+    them.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 q, o, u, l, h;
+        mov.b32 o, 0x45000000; mov.b32 u, 0x43000000;
+        shl.b32 q, $4, 12;
+        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 l, l, $5, $7; fma.rn.f32 h, h, $5, $6; cvt.rn.bf16x2.f32 $0, h, l;
+        shl.b32 q, $4, 4;
+        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 l, l, $5, $7; fma.rn.f32 h, h, $5, $6; cvt.rn.bf16x2.f32 $1, h, l;
+        shr.u32 q, $4, 4;
+        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 l, l, $5, $7; fma.rn.f32 h, h, $5, $6; cvt.rn.bf16x2.f32 $2, h, l;
+        shr.u32 q, $4, 12;
+        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
+        fma.rn.f32 l, l, $5, $7; fma.rn.f32 h, h, $5, $6; cvt.rn.bf16x2.f32 $3, h, l;
+        }""",
+        "=&r,=&r,=&r,=&r,r,f,f,f",
+        [words, s, near, far],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def int8_pairs(words):
     """Four columns in 32 bits: columns 0 and 1, 2 and 3 in the halves of 32 bits each, in bf16 and
     smaller by INT4_SHIFT. As bf16, an integer of 8 bits is that multiple of 2^-133; here it is the
@@ -296,7 +326,9 @@ def shift(FORMAT, SCALE):
     """What finished sums are multiplied by."""
     if FORMAT == "e2m1":
         return 0.5 if SCALE == "e8m0" else 1.0
-    return level_unit(FORMAT) if is_level(FORMAT) else INT4_SHIFT.value
+    if is_level(FORMAT):
+        return level_unit(FORMAT)
+    return 1.0 if SCALE == "minimum" else INT4_SHIFT.value
 
 
 @gluon.jit
@@ -340,6 +372,15 @@ def decode(
     elif is_level(FORMAT):
         w0, w1, w2, w3 = level_pairs(words, tables, FORMAT)
         w0, w1, w2, w3 = four_scaled(w0, w1, w2, w3, s, BLOCK_N, GROUPS, EACH)
+        pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
+    elif SCALE == "minimum":
+        wide, least = s.to(gl.float32), zero.to(gl.float32)
+        w0, w1, w2, w3 = int4_pairs_minimum(
+            words,
+            spread(wide, BLOCK_N, GROUPS, EACH),
+            spread(least - 128.0 * wide, BLOCK_N, GROUPS, EACH),
+            spread(least - 2048.0 * wide, BLOCK_N, GROUPS, EACH),
+        )
         pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     else:
         wide = s.to(gl.float32)
@@ -642,7 +683,9 @@ def moe_ops_train_wgmma_packed(
         w_scale_ptr = w_scale_ptr.to(gl.pointer_type(gl.uint8))
     w_scale_ptr += e * w_scale_stride_e
     if HAS_ZERO:
-        w_zero_ptr = w_zero_ptr.to(gl.pointer_type(gl.uint8)) + e * w_zero_stride_e
+        if SCALE != "minimum":
+            w_zero_ptr = w_zero_ptr.to(gl.pointer_type(gl.uint8))
+        w_zero_ptr += e * w_zero_stride_e
     s, zero = scales_of_step(
         0, steps, w_scale_ptr, w_zero_ptr, column, N, gap,
         w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
@@ -782,7 +825,7 @@ def why_not(w: MixedOperand, dtype: torch.dtype, transpose: bool) -> str | None:
     if dtype != torch.bfloat16:
         return "its rows are not in bf16"
     coded = of.name != "e2m1" and of.scale in ("e8m0", "e4m3")  # scales of e2m1 alone
-    if of.name not in FORMATS or coded or of.scale == "minimum" or (of.bits == 8 and w.has_zero):
+    if of.name not in FORMATS or coded or (of.bits == 8 and w.has_zero):
         return "its format is none of this kernel's"
     if w.data.data_ptr() % 16 or not w.data.is_contiguous():
         return "it is not contiguous, or begins elsewhere than at a multiple of 16 bytes"

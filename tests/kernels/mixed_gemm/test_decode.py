@@ -143,15 +143,21 @@ def test_int4_with_minimum():
     """
     g = torch.Generator().manual_seed(0)
     for word in words(64)[::3]:
-        s = torch.rand(4, generator=g) + 0.5
-        m = torch.randn(4, generator=g) * 8
-        near, far = m - 128 * s, m - 2048 * s
-        operands = [register(float(n)) for t in (s, near, far) for n in t]
-        found = torch.tensor(run("int4_pair_minimum", word, *operands)).double()
-        s, m = s.double().repeat(2), m.double().repeat(2)
-        want = torch.tensor(nibbles(word)) * s + m
-        half_a_step = 2.0 ** (want.abs().log2().floor() - 8)
-        assert ((found - want).abs() <= half_a_step + s * 2.0**-12).all()
+        s, m = torch.rand(4, generator=g) + 0.5, torch.randn(4, generator=g) * 8
+        found = run("int4_pair_minimum", word, *minimum_operands(s, m))
+        assert_rounded_once(found, nibbles(word), s.repeat(2), m.repeat(2))
+
+
+def minimum_operands(s: torch.Tensor, m: torch.Tensor) -> list[int]:
+    """Registers of scales, and of what stands for minima beside them."""
+    return [register(float(n)) for t in (s, m - 128 * s, m - 2048 * s) for n in t]
+
+
+def assert_rounded_once(found: list[float], codes: list[int], s, m) -> None:
+    """Numbers are codes times s plus m, within a rounding to bf16 and 2^-12 of s."""
+    want = torch.tensor(codes) * s.double() + m.double()
+    half_a_step = 2.0 ** (want.abs().log2().floor() - 8)
+    assert ((torch.tensor(found) - want).abs() <= half_a_step + s * 2.0**-12).all()
 
 
 def scale_above(code: int) -> int:

@@ -11,7 +11,9 @@ import torch
 from tests.kernels.mixed_gemm.test_decode import (
     E2M1,
     E4M3,
+    assert_rounded_once,
     halves,
+    minimum_operands,
     run,
     run_registers,
     scale_above,
@@ -66,6 +68,19 @@ def test_int4_times_scales(scale):
         found = run("decode_int4", word, *numbers, source=SOURCE)
         expected = (torch.tensor(nibbles(word)).double() - 8) * s.double() * one
         assert found == expected.to(BF16).tolist()
+
+
+def test_int4_with_minimum():
+    """In the order of fragments, and of neighbours in 32 bits, which have one scale."""
+    g = torch.Generator().manual_seed(0)
+    for word in words(64)[::3]:
+        s, m = torch.rand(4, generator=g) + 0.5, torch.randn(4, generator=g) * 8
+        found = run("decode_int4_minimum", word, *minimum_operands(s, m), source=SOURCE)
+        assert_rounded_once(found, nibbles(word), s.repeat(2), m.repeat(2))
+        one = minimum_operands(s[:1], m[:1])
+        found = run("int4_pairs_minimum", word, *one, source="mixed_gemm/sm90_packed.py")
+        columns = [word >> 4 * i & 15 for i in range(8)]
+        assert_rounded_once(found, columns, s[:1], m[:1])
 
 
 def test_int4_rounded_to_e4m3():
