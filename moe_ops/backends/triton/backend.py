@@ -100,11 +100,10 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
         )
     for scheme in {w13: None, w2: None}:
         if scheme not in WITH_KERNELS:
-            weight = SCHEMES[scheme].quantized_weight
-            what = "scales in two levels" if weight.two_levels else f"weights of {weight.dtype}"
+            dtype = SCHEMES[scheme].quantized_weight.dtype
             reasons.append(
-                f"triton has no kernels for {what}, got {scheme!r}; backend 'torch' dequantizes "
-                "such weights"
+                f"triton has no kernels for weights of {dtype}, got {scheme!r}; backend 'torch' "
+                "dequantizes such weights"
             )
     if _needs_newer_triton(problem, machine):
         major, minor = machine.capability

@@ -12,6 +12,7 @@ import triton.language as tl
 from moe_ops.kernels.device.e4m3 import decode, round_e4m3
 from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.mixed_gemm.levels import is_level, level, level_pair
+from moe_ops.schemes import SUPER_BLOCK
 
 # What `scale_above` adds: four bits for each of the eight mantissas of e4m3, the first in the
 # lowest bits. These may be 0 to 8, 5 to 9, 4 or 5, 7 to 15, 0 to 8, 5 to 10, 6 to 9, and anything.
@@ -64,6 +65,43 @@ def int4_pair_zero(p, offset):
         is_pure=True,
         pack=4,
     )
+
+
+SUPER = tl.constexpr(SUPER_BLOCK)
+
+
+@triton.jit
+def factors_above(ptr, offsets, HAS_ZERO: tl.constexpr):
+    """Where the factors of the scales of 256 columns lie, in 32 bits with those of minima behind
+    them if there are any. `offsets` count fp16 numbers.
+    """
+    if HAS_ZERO:
+        return ptr.to(tl.pointer_type(tl.uint32)) + offsets // 2
+    else:
+        return ptr + offsets
+
+
+@triton.jit
+def half(bits):
+    """fp32 of the fp16 number in the low half of 32 bits."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def in_one_level(
+    s,  # int8 codes of scales, (rows,) or (rows, GROUPS)
+    zero,  # those of minima, if there are any
+    above,  # (rows,) from factors_above
+    GROUPS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):
+    """fp32 scales and minima, which are exact."""
+    if GROUPS > 1:
+        above = above[:, None]
+    if HAS_ZERO:
+        return s.to(tl.float32) * half(above), zero.to(tl.float32) * half(above >> 16)
+    else:
+        return s.to(tl.float32) * above.to(tl.float32), zero
 
 
 @triton.jit

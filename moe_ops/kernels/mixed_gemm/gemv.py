@@ -80,7 +80,7 @@ class GemvFormat(NamedTuple):
     SCALE: Constant
     SCALE_GROUP: Constant
     ROW_CHUNKS: Constant  # chunks of a row
-    FACTOR_STEP: Constant  # between factors of rows; 0: one of an expert
+    FACTOR_STEP: Constant  # between factors of rows, or of their first; 0: one of an expert
 
 
 @arguments
@@ -171,13 +171,16 @@ def moe_ops_mixed_gemv1(
     if GATED:
         row = 2 * row + r % 2 if INTERLEAVED else row + r % 2 * I
     acc = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
+    # in two levels they are of scales
+    OF_SUMS: tl.constexpr = w_factor_ptr is not None and w_scale_ptr.dtype.element_ty != tl.int8
     for start in tl.range(0, ROW_CHUNKS, CHUNKS, num_stages=1):
         chunk = start + tl.arange(0, CHUNKS)
         here = chunk < ROW_CHUNKS
         w, first, second, zero = load_chunks(
             w_ptr, w_scale_ptr, w_zero_ptr, experts, row, chunk, here, w_stride_e, w_stride_n,
             w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
-            w_zero_stride_e, w_zero_stride_n, w_zero_stride_g, FORMAT, SCALE, SCALE_GROUP,
+            w_zero_stride_e, w_zero_stride_n, w_zero_stride_g, w_factor_ptr, w_factor_stride_e,
+            FORMAT, SCALE, SCALE_GROUP, FACTOR_STEP,
         )  # fmt: skip
         # Without it the compiler moves loads to their uses, and fewer are in flight.
         tl.debug_barrier()
@@ -197,7 +200,7 @@ def moe_ops_mixed_gemv1(
             w_zero_ptr is not None,
         )
     sums = tl.sum(acc, 1)
-    if w_factor_ptr is not None:
+    if OF_SUMS:
         w_factor_ptr += e64 * w_factor_stride_e
         if FACTOR_STEP == 0:
             sums /= tl.load(w_factor_ptr)
@@ -315,6 +318,7 @@ def moe_ops_mixed_gemv2(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(column, N - 1)
     acc = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
+    OF_SUMS: tl.constexpr = w_factor_ptr is not None and w_scale_ptr.dtype.element_ty != tl.int8
     biases = tl.zeros((BLOCK_N,), tl.float32)
     if bias_ptr is not None:
         lane = tl.arange(0, PAIRS)
@@ -331,14 +335,15 @@ def moe_ops_mixed_gemv2(
             chunk // ROW_CHUNKS, ids_ptr, map_ptr, topk_weights_ptr, E, num_ids,
             ids_stride_m, ids_stride_k, map_stride, topk_weights_stride_k, TOP_K,
         )  # fmt: skip
-        if w_factor_ptr is not None:
+        if OF_SUMS:
             factor_ptrs = w_factor_ptr + expert * w_factor_stride_e
             if FACTOR_STEP == 0:
                 factor /= tl.load(factor_ptrs, mask=here, other=1.0)
         w, first, second, zero = load_chunks(
             w_ptr, w_scale_ptr, w_zero_ptr, expert, row, chunk % ROW_CHUNKS, here,
             w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
-            w_zero_stride_e, w_zero_stride_n, w_zero_stride_g, FORMAT, SCALE, SCALE_GROUP,
+            w_zero_stride_e, w_zero_stride_n, w_zero_stride_g, w_factor_ptr, w_factor_stride_e,
+            FORMAT, SCALE, SCALE_GROUP, FACTOR_STEP,
         )  # fmt: skip
         tl.debug_barrier()  # as in GEMM1
         gdc_wait(PDL)  # once would be enough; again it costs nothing
@@ -357,7 +362,7 @@ def moe_ops_mixed_gemv2(
             SCALE_GROUP,
             w_zero_ptr is not None,
         )
-        if FACTOR_STEP != 0:
+        if OF_SUMS and FACTOR_STEP != 0:
             of_rows = factor_ptrs[None, :] + (row.to(tl.int64) * FACTOR_STEP)[:, None]
             part /= tl.load(of_rows, mask=here[None, :], other=1.0)
         acc += part * factor[None, :]
@@ -384,7 +389,7 @@ def _why_not(
         return f"gemv takes groups of whole 16 bytes or their halves, got {of.group} columns"
     if not all([one[0] % CHUNK == one[1] % CHUNK == 0 and one[2] == 1 for one in strides]):
         return "gemv takes rows that begin at multiples of 16 bytes"
-    if any(factor_strides) and of.name not in E2M1:
+    if any(factor_strides) and of.name not in E2M1 and not of.two_levels:
         return "gemv takes factors of rows of e2m1 weights alone"
     return None
 

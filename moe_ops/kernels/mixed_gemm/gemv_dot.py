@@ -12,7 +12,13 @@ import triton.language as tl
 from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.device.loads import load_along_rows
 from moe_ops.kernels.gemm.gemv import repeat_each
-from moe_ops.kernels.mixed_gemm.decode import group_scale, is_e2m1
+from moe_ops.kernels.mixed_gemm.decode import (
+    SUPER,
+    factors_above,
+    group_scale,
+    in_one_level,
+    is_e2m1,
+)
 
 # The bits of e2m1 and e4m3 are moved to fp32, whose exponent has another bias, which gives values
 # times 2^-126 and 2^-120. x is multiplied by a part of the correction, and the sum by the rest: so
@@ -224,12 +230,15 @@ def load_chunks(
     w_zero_stride_e,
     w_zero_stride_n,
     w_zero_stride_g,
+    w_factor_ptr,
+    w_factor_stride_e,
     FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
     SCALE_GROUP: tl.constexpr,
+    FACTOR_STEP: tl.constexpr,
 ):
     """(words (BLOCK_N, 4 * CHUNKS), scales of the first and second half of chunks, zero points or
-    minima). Scales are zero unless `here`.
+    minima). Scales are zero unless `here`. Those in two levels are brought into one.
 
     Words have two dimensions, so that Triton knows only the last to be contiguous, and spreads
     threads over chunks.
@@ -275,6 +284,17 @@ def load_chunks(
     if w_zero_ptr is not None:
         w_zero_ptr += (expert * w_zero_stride_e + group * w_zero_stride_g)[None, :]
         zero = load_along_rows(w_zero_ptr + (row.to(tl.int64) * w_zero_stride_n)[:, None], here, 0)
+    if w_scale_ptr.dtype.element_ty == tl.int8:
+        HAS_ZERO: tl.constexpr = w_zero_ptr is not None
+        offsets = (expert * w_factor_stride_e)[None, :]
+        offsets += (row.to(tl.int64) * FACTOR_STEP)[:, None]
+        above_ptr = factors_above(w_factor_ptr, offsets, HAS_ZERO)
+        above = load_along_rows(above_ptr + (chunk * COLUMNS // SUPER)[None, :], here, 0)
+        first, zero = in_one_level(first, zero, above, 1, HAS_ZERO)
+        if SCALE_GROUP < COLUMNS:
+            second, _ = in_one_level(second, zero, above, 1, False)
+        else:
+            second = first
     return w, first, second, zero
 
 

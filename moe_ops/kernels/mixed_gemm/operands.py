@@ -38,6 +38,7 @@ class Format(NamedTuple):
     group: int  # columns that share a scale, 0 for all
     bits: int
     storage: torch.dtype
+    two_levels: bool = False  # whether scales and minima are codes under factors of 256 columns
 
     @property
     def scales_weights(self) -> bool:
@@ -55,17 +56,17 @@ class Format(NamedTuple):
 
 def describe(scheme: str) -> Format | None:
     """The Format of a scheme's weights. None for plain weights, for weights that the kernels of
-    `gemm` multiply with activations of the same format, and for those that no kernel decodes: with
-    scales in two levels, or of other number formats than DECODED.
+    `gemm` multiply with activations of the same format, and for those of other number formats than
+    DECODED, which no kernel decodes.
     """
     found = get_scheme(scheme)
     desc, activation = found.weight, found.activation
-    if desc is None or desc.two_levels or desc.dtype not in DECODED:
+    if desc is None or desc.dtype not in DECODED:
         return None
     alike = activation is not None and activation.dtype == desc.dtype in ("e4m3", "int8")
     if alike and not desc.is_mx:
         return None
-    kind = (desc.format.bits, desc.storage_dtype)
+    kind = (desc.format.bits, desc.storage_dtype, desc.two_levels)
     if desc.minimum:
         return Format(desc.dtype, "minimum", max(desc.group.cols, 0), *kind)
     if desc.is_mx or desc.scale_dtype == torch.float8_e4m3fn:
@@ -90,7 +91,8 @@ class WeightStride(NamedTuple):
 class MixedPointers(NamedTuple):
     """Scales of a weight, zero points of the same shape (bytes) or minima of the same shape and
     dtype, an fp32 factor for each expert (global scales) or each of its rows (channel and global
-    scales), and a bias (E, N).
+    scales), and a bias (E, N). In two levels scales and minima are int8, and factors are fp16,
+    one of 256 columns of a row for scales or beside minima two (`schemes.QuantDesc`).
 
     Kernels take these pointers before all numbers, because ptxas merges loads of neighbouring
     parameters, which delays the loads of weights if each tensor's strides stand after its pointer.
@@ -327,6 +329,21 @@ def _derived(
     )
 
 
+def _check_factors(name: str, factor: Tensor | None, in_pairs: bool) -> None:
+    """Raise ValueError unless the factors of a row lie one after the other, pairs of them in whole
+    words.
+    """
+    assert factor is not None
+    *rows, one = factor.stride()
+    odd = in_pairs and any([place % 2 for place in (factor.storage_offset(), *rows)])
+    if one != 1 or odd:
+        raise ValueError(
+            f"{name} must have a channel_scale of contiguous rows that begin at multiples of "
+            f"4 bytes, got strides {factor.stride()} from element {factor.storage_offset()} on; "
+            "call .clone() on it once"
+        )
+
+
 def operand(
     name: str,
     data: Tensor,
@@ -359,6 +376,8 @@ def operand(
         scale_strides, zero_strides = (*scale_strides[:2], 0), (*zero_strides[:2], 0)
     factor = channel_scale if global_scale is None else global_scale
     factor_strides = (0, 0) if factor is None else (*factor.stride(), 0)[:2]
+    if found.format.two_levels:
+        _check_factors(name, factor, zero is not None)
     bias_strides = (0, 0) if bias is None else bias.stride()
     return MixedOperand(
         data,

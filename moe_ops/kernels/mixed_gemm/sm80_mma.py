@@ -30,6 +30,7 @@ SCALE    where the scale of a weight is applied:
          "weight"  one scale a group: the weight is scaled in bf16, and rounded
          "minimum" one scale and one minimum a group or row: the weight is scaled and the minimum
                    added in fp32, and the sum is rounded once, to the dtype of activations
+Where scales are int8, they and minima are multiplied by the fp16 factors of 256 columns first.
 """
 
 from __future__ import annotations
@@ -58,7 +59,14 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.decode import in_pairs, operands, six_bits
+from moe_ops.kernels.mixed_gemm.decode import (
+    SUPER,
+    factors_above,
+    in_one_level,
+    in_pairs,
+    operands,
+    six_bits,
+)
 from moe_ops.kernels.mixed_gemm.levels import is_level, level_unit
 from moe_ops.kernels.mixed_gemm.operands import (
     Format,
@@ -166,7 +174,7 @@ def matmul(
     w_zero_stride_e,
     w_zero_stride_n,
     w_zero_stride_g,
-    w_factor_ptr,  # fp32 of experts or their rows, or None
+    w_factor_ptr,  # fp32 of experts or their rows; in two levels fp16 of 256 columns; or None
     w_factor_stride_e,
     w_factor_stride_n,
     expert,
@@ -196,6 +204,7 @@ def matmul(
     SUM: tl.constexpr = SCALE == "sum" or SCALE == "block"
     GROUPS: tl.constexpr = max(K_CHUNK // SCALE_GROUP, 1) if SCALED else 1
     HAS_ZERO: tl.constexpr = w_zero_ptr is not None
+    TWO_LEVELS: tl.constexpr = w_scale_ptr.dtype.element_ty == tl.int8
     column = tl.arange(0, K_CHUNK)
     byte = tl.arange(0, BYTES)
     group = tl.arange(0, GROUPS)[None, :] if GROUPS > 1 else 0
@@ -242,6 +251,13 @@ def matmul(
         zero = group_load(
             w_zero_ptrs, 0, w_zero_stride_g, group, count, EVEN_K, GROUPS, SCALE_ALIGN
         )
+    if TWO_LEVELS:  # prefetched one product ahead
+        above_ptrs = factors_above(
+            w_factor_ptr,
+            expert * w_factor_stride_e + row.to(tl.int64) * w_factor_stride_n,
+            HAS_ZERO,
+        )
+        above = tl.load(above_ptrs)
     acc = tl.zeros((BLOCK_M, BLOCK_N) if TOKENS_ARE_LHS else (BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         if STEP_SCALES:
@@ -275,6 +291,9 @@ def matmul(
                     next_zero = group_load(
                         w_zero_ptrs, g, w_zero_stride_g, group, count, EVEN_K, GROUPS, SCALE_ALIGN
                     )
+            if TWO_LEVELS:
+                next_k = k + K_CHUNK
+                next_above = tl.load(above_ptrs + tl.where(next_k < K, next_k, 0) // SUPER)
             if STEP_SCALES:
                 own = column_of(scales, chunk, BLOCK_N, CHUNKS)
             elif COPIED:
@@ -284,6 +303,9 @@ def matmul(
             own_zero = zero
             if COPIED and HAS_ZERO:
                 own_zero = tl.load(w_zero_ptrs + k // SCALE_GROUP * w_zero_stride_g)
+            if TWO_LEVELS:
+                own, own_zero = in_one_level(own, own_zero, above, GROUPS, HAS_ZERO)
+                above = next_above
             x0, x1, w0, w1 = operands(
                 x, p, own, own_zero, BLOCK_M, BLOCK_N, K_CHUNK, GROUPS, FORMAT, SCALE, HAS_ZERO
             )

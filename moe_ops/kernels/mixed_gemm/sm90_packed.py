@@ -825,6 +825,7 @@ def why_not(w: MixedOperand, dtype: torch.dtype, transpose: bool) -> str | None:
     if dtype != torch.bfloat16:
         return "its rows are not in bf16"
     coded = of.name != "e2m1" and of.scale in ("e8m0", "e4m3")  # scales of e2m1 alone
+    coded = coded or of.two_levels
     if of.name not in FORMATS or coded or (of.bits == 8 and w.has_zero):
         return "its format is none of this kernel's"
     if w.data.data_ptr() % 16 or not w.data.is_contiguous():

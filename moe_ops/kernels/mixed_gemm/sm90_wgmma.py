@@ -1111,6 +1111,8 @@ def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtyp
         return f"activations must be bfloat16, got {dtype}"
     if of.name not in FORMATS:
         return f"weights must have one of the formats {', '.join(FORMATS)}, got {of.name}"
+    if of.two_levels:
+        return "weights must have scales of one level"
     if k_chunk == 0:
         return f"rows of weights must have a multiple of 64 columns, got {K}"
     if of.bits == 8 and of.scale not in ("end", "sum", "block"):

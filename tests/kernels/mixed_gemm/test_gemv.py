@@ -38,6 +38,7 @@ WAYS = [
     "int4_w4a16:channel:zp",
     "int8_w8a16:g32:zp",
     "int4_w4a16:g32:min",
+    "int4_w4a16:g32:super:min",
     "fp8_w8a16:block",
     "mxfp4_w4a16",
     "nvfp4_w4a16",

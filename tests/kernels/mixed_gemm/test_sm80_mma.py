@@ -45,6 +45,8 @@ WAYS = [
     "int4_w4a16:g64",
     "int4_w4a16:g32:zp",
     "int4_w4a16:g32:min",
+    "int4_w4a16:g32:super:min",
+    "iq4_w4a16:g32:super",
     "int8_w8a16:channel:zp",
     "mxfp4_w4a16",
     "nvfp4_w4a16",
@@ -248,6 +250,19 @@ def test_bitwise_repeatable(where, scheme):
 @pytest.mark.parametrize("scheme", [*WAYS, *INT8])
 def test_batched_experts(where, scheme):
     cases.check_batched(*where, scheme, K=128, I=192)
+
+
+@INTERPRETED
+def test_factors_of_scales_must_lie_in_words():
+    """Those of scales and of minima are loaded together."""
+    case = Case("cpu", FP32, "int4_w4a16:g32:super:min", M=3, E=2, top_k=1, K=256, I=256)
+    w13 = case.args[1]
+    apart = torch.stack((w13.channel_scale, w13.channel_scale), -1)[..., 0]
+    odd = torch.cat((w13.channel_scale, w13.channel_scale[..., :1]), -1)[..., :2]
+    for wrong in (apart, odd, odd[..., 1:].expand_as(odd)):
+        case.args[1] = w13._replace(channel_scale=wrong)
+        with pytest.raises(ValueError, match="w13 must have a channel_scale of contiguous rows"):
+            case.run("triton")
 
 
 @everywhere
