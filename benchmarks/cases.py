@@ -20,7 +20,7 @@ from moe_ops import activations, numerics
 from moe_ops.bench.layers import quantized
 from moe_ops.bench.shapes import SHAPES as MODEL_SHAPES
 from moe_ops.bench.shapes import Shape
-from moe_ops.schemes import get_scheme
+from moe_ops.schemes import SUPER_BLOCK, get_scheme
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Case:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes of one expert's w13 and w2 as they are stored. Scales and zero points of weights
-        below 8 bits count, which are 3 to 13 % of those bytes; others (at most 0.1 %) are left
-        out."""
+        """Bytes of one expert's w13 and w2 as they are stored. Scales, zero points and minima of
+        weights below 8 bits count, which are 3 to 13 % of those bytes; others (at most 0.1 %) are
+        left out."""
         K, I = self.layer.hidden_size, self.layer.intermediate_size  # noqa: E741
         desc = get_scheme(self.scheme).weight
         elements = 3 * K * I
@@ -94,7 +94,8 @@ class Case:
         total = elements * desc.format.bits // 8
         if desc.format.bits < 8:
             size = 2 if desc.scale_dtype is None else desc.scale_dtype.itemsize
-            total += elements // desc.group.cols * (size + desc.zero_point)
+            total += elements // desc.group.cols * (size * (1 + desc.minimum) + desc.zero_point)
+            total += elements // SUPER_BLOCK * 2 * desc.super_width
         return total
 
     @property

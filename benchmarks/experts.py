@@ -292,9 +292,8 @@ def compile_kernels(cases: Iterable[Case]) -> None:
 def fits(shape: str, scheme: str) -> bool:
     """Whether rows of both weights are whole groups of the scheme, where it wants that."""
     layer, weight = SHAPES[shape], get_scheme(scheme).weight
-    if weight is None or weight.group.cols <= 0 or weight.group.rows > 1:
-        return True
-    return not any(n % weight.group.cols for n in (layer.hidden_size, layer.intermediate_size))
+    columns = 1 if weight is None else weight.whole_columns
+    return not any(n % columns for n in (layer.hidden_size, layer.intermediate_size))
 
 
 def cases_of(arguments: argparse.Namespace, results: Results, run: str) -> list[Case]:
