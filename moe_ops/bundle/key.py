@@ -89,6 +89,7 @@ def _host() -> dict[str, str]:
     digest = hashlib.sha256(Path(compiler).read_bytes()).hexdigest()[:12] if compiler else ""
     return {
         "processor": _processor(),
+        "folder of torch": str(Path(torch.__file__).parent),  # on the compiler's command line
         "file of the C++ compiler": f"{compiler} {digest}" if compiler else "",
         "cpp_cache_precompile_headers of Inductor": str(config.cpp_cache_precompile_headers),
     }

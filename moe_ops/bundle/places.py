@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from moe_ops import environment
 from moe_ops.bundle.archive import Refusal
+from moe_ops.kernels import launch
 
 _GROUP = "__grp__"  # what names of Triton's lists of files begin with; they hold absolute paths
 
@@ -39,7 +40,11 @@ def inductor_folder() -> Path:
 def triton_folder() -> Path:
     """Where Triton keeps what it compiled, by the rules of Triton, which is not imported."""
     named = os.environ.get("TRITON_CACHE_DIR")
-    return Path(named or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache"))
+    return Path(named) if named else _default_triton_folder()
+
+
+def _default_triton_folder() -> Path:
+    return Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
 
 
 def _objects_folder() -> Path:
@@ -119,9 +124,8 @@ def _triton_entries(mapped: set[Path]) -> set[Path]:
     """The folders of the kernels that this process has compiled or loaded, and of the libraries
     through which Triton launches them.
     """
-    # where Inductor has Triton put them from then on, once it has compiled a kernel
-    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    roots = [triton_folder(), *(_folders(Path(inductor, "triton")) if inductor else ())]
+    # Inductor sets TRITON_CACHE_DIR when it first compiles a kernel: earlier ones lie elsewhere
+    roots = list(dict.fromkeys([triton_folder(), _default_triton_folder()]))
     entries: set[Path] = set()
     for root in roots:
         entries |= {path.parent for path in _below(root, mapped) if path.parent.parent == root}
@@ -132,12 +136,16 @@ def _triton_entries(mapped: set[Path]) -> set[Path]:
 
 
 def _triton_keys() -> set[str]:
-    """The names of the folders of all kernels that were compiled or loaded by Triton."""
+    """The names of the folders of all kernels that were compiled or loaded by Triton, ours and
+    those of others.
+    """
     if "triton.compiler.compiler" not in sys.modules:
         return set()
     from triton.compiler.compiler import CompiledKernel
 
+    # after gc.freeze, its list lacks kernels that are older
     kernels = [found for found in gc.get_objects() if type(found) is CompiledKernel]
+    kernels += launch.compiled()
     return {base64.b32encode(bytes.fromhex(k.hash)).decode().rstrip("=") for k in kernels}
 
 

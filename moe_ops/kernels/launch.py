@@ -281,6 +281,11 @@ _compiled: dict[tuple, tuple] = {}
 _driver: Any = None  # Triton's, once a kernel was compiled: no import in each call
 
 
+def compiled() -> list[Any]:
+    """Triton's compiled kernels that calls have launched."""
+    return [binary for binaries in tuple(_compiled.values()) for binary in binaries]
+
+
 def _specialization(launches: Sequence[Launch], device: int) -> tuple:
     """Key of a call's compiled kernels: everything that they are specialized on."""
     key: list = [device]

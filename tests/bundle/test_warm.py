@@ -292,6 +292,48 @@ def test_plans_are_made_by_the_table_of_the_bundle(folders, tmp_path, monkeypatc
 # --- saving --------------------------------------------------------------------------------------
 
 
+def test_kernels_are_found_where_they_were_compiled(folders, monkeypatch):
+    """Inductor moves Triton's folder when it first compiles: kernels of eager calls lie in the one
+    before. Of neither are taken what the process does not use, and unfinished files.
+    """
+    before, after = folders / "home/.triton/cache", folders / "inductor/triton/0"
+    for entry in (before / "EARLY", before / "UTILS", before / "UNUSED", after / "LATE"):
+        (entry / "tmp.pid_1").mkdir(parents=True)
+        (entry / "tmp.pid_1/half").write_text("")
+        (entry / "f.cubin").write_bytes(entry.name.encode())
+        listed = {"f.cubin": str(entry / "f.cubin")}
+        (entry / "__grp__f.json").write_text(json.dumps({"child_paths": listed}))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(after))
+    monkeypatch.setattr(places, "_triton_keys", lambda: {"EARLY", "LATE", "ABSENT"})
+    mapped = {before / "UTILS/f.cubin", Path("/usr/lib/libc.so.6"), folders / "elsewhere.so"}
+    monkeypatch.setattr(places, "_mapped", lambda: mapped)
+    found = places.used()
+    assert {name for name in found if name.startswith("triton/")} == {
+        f"triton/{entry}/{name}"
+        for entry in ("EARLY", "UTILS", "LATE")
+        for name in ("f.cubin", "__grp__f.json")
+    }
+    assert found["triton/EARLY/f.cubin"] == b"EARLY"
+    assert json.loads(found["triton/LATE/__grp__f.json"]) == {
+        "child_paths": {"f.cubin": "f.cubin"}
+    }
+
+
+def test_objects_and_deep_gemm_kernels_are_saved(folders, monkeypatch):
+    objects, kernels = folders / "moe_ops/cutlass", folders / "home/.deep_gemm/cache"
+    objects.mkdir(parents=True)
+    for name in ("loaded.so", "other.so"):
+        (objects / name).write_text(name)
+    (kernels / "kernel.0").mkdir(parents=True)
+    (kernels / "kernel.0/kernel.cubin").write_text("kernel")
+    monkeypatch.setattr(places, "_mapped", lambda: {objects / "loaded.so"})
+    monkeypatch.setattr(places, "_triton_keys", set)
+    names = ("objects/loaded.so", "deep_gemm/kernel.0/kernel.cubin")
+    assert set(places.used()) & {*names, "objects/other.so"} == {names[0]}
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace())
+    assert set(places.used()) >= set(names)
+
+
 def test_warmup_saves_what_ran(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(places, "used", lambda: MEMBERS)
     layer = moe_ops.MoELayer(16, 16, num_experts=4, top_k=2)
