@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from moe_ops import environment
-from moe_ops.kernels.configs import GemmConfig, LayerConfig
+from moe_ops.kernels.configs import LEVELS, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import INTERPRETED, Gpu
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand
 from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
@@ -21,6 +21,7 @@ FORMATS = (
     "e2m1_words",
     "int8",
     "e4m3",
+    *LEVELS,
 )  # of sm90_wgmma.py and gemv.py
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums

@@ -1,8 +1,9 @@
 """Loads of weights of 4 and 8 bits for gemv.py, and their products with x. Imported at first
 launch only.
 
-Weights are decoded to fp32 exactly, products are added in fp32, and each group's sum is scaled.
-Decoding and multiplying takes 2.1 instructions a weight for int4 and 3.6 for e2m1. Loads, x and
+Weights are decoded to fp32 exactly, but for levels (levels.py), products are added in fp32, and
+each group's sum is scaled. Decoding and multiplying takes 2.1 instructions a weight for int4, 3.6
+for e2m1 and 4.7 for levels. Loads, x and
 scales add 0.9 to 1.9 if a thread has eight rows.
 """
 
@@ -17,8 +18,10 @@ from moe_ops.kernels.mixed_gemm.decode import (
     factors_above,
     group_scale,
     in_one_level,
+    in_pairs,
     is_e2m1,
 )
+from moe_ops.kernels.mixed_gemm.levels import is_level, level, level_unit, words_of_levels
 
 # The bits of e2m1 and e4m3 are moved to fp32, whose exponent has another bias, which gives values
 # times 2^-126 and 2^-120. x is multiplied by a part of the correction, and the sum by the rest: so
@@ -35,7 +38,7 @@ INT4_REST = tl.constexpr(2.0**80)
 @triton.constexpr_function
 def word_columns(FORMAT):
     """Columns of a row in 32 bits."""
-    return 8 if FORMAT == "int4" or is_e2m1(FORMAT) else 4
+    return 8 if in_pairs(FORMAT) else 4
 
 
 @triton.jit
@@ -108,6 +111,14 @@ def e2m1_products(bits, low, high, acc):
 
 
 @triton.jit
+def two_products(word, low, high, acc):
+    """acc plus the products of both halves of a word, in bf16, with `low` and `high`."""
+    acc = column_by_column(acc + (word << 16).to(tl.float32, bitcast=True) * low[None, :])
+    upper = (word & -65536).to(tl.float32, bitcast=True)
+    return column_by_column(acc + upper * high[None, :])
+
+
+@triton.jit
 def int8_product(w, x, acc, AT: tl.constexpr):
     """acc + byte * x, with the byte at bit AT of w, whose sign bit is flipped: as for int4."""
     return acc + (masked_or(w >> AT, 255, 0x4B000000) - 8388736.0) * x[None, :]
@@ -137,6 +148,19 @@ def word_products(w, x, acc, FORMAT: tl.constexpr):
         acc = int4_product(w, x5, acc, 8)
         acc = int4_product(w, x6, acc, 12)
         return int4_product(w, x7, acc, 16)
+    elif is_level(FORMAT) and INTERPRET:
+        acc += level(w & 15, FORMAT) * x0[None, :] + level(w >> 4 & 15, FORMAT) * x1[None, :]
+        acc += level(w >> 8 & 15, FORMAT) * x2[None, :] + level(w >> 12 & 15, FORMAT) * x3[None, :]
+        w = w >> 16
+        acc += level(w & 15, FORMAT) * x4[None, :] + level(w >> 4 & 15, FORMAT) * x5[None, :]
+        acc += level(w >> 8 & 15, FORMAT) * x6[None, :] + level(w >> 12, FORMAT) * x7[None, :]
+        return acc
+    elif is_level(FORMAT):
+        w01, w23, w45, w67 = words_of_levels(w, FORMAT)
+        acc = two_products(w01, x0, x1, acc)
+        acc = two_products(w23, x2, x3, acc)
+        acc = two_products(w45, x4, x5, acc)
+        return two_products(w67, x6, x7, acc)
     elif FORMAT == "e2m1":  # by multiplications, because logic instructions issue at half rate
         acc = e2m1_products((w & 0x000F000F) * 0x1040, x0, x4, acc)
         acc = e2m1_products((w & 0x00F000F0) * 0x0104, x1, x5, acc)
@@ -360,4 +384,6 @@ def scaled(part, scale, FORMAT: tl.constexpr, SCALE: tl.constexpr):
         part *= E4M3_REST
     elif FORMAT == "int4":
         part *= INT4_REST
+    elif is_level(FORMAT) and not INTERPRET:
+        part *= level_unit(FORMAT)
     return part * group_scale(scale, SCALE)

@@ -3,7 +3,7 @@
 
 In assembly a code is looked up by `prmt`, which finds 4 of 8 bytes at a time: the low and the high
 bytes of the levels in bf16, of codes below 8 and of the others, among which the highest bits of
-the codes then choose. A code takes 2.6 instructions, whatever the table.
+the codes then choose. A code takes 2.7 instructions, whatever the table.
 
 bf16 holds the levels of few tables. It is nearest to those of nf4, and holds those of fp4 and iq4,
 in a unit of the table (`level_unit`): levels are looked up in units, and finished sums multiplied
@@ -90,19 +90,48 @@ def table_word(FORMAT, i):
     return int.from_bytes(bytes(word), "little", signed=True)
 
 
+@triton.jit
+def unknown_zero():
+    """A zero that the compiler does not know. Sums with it stay in registers, where a constant
+    would be written anew for each use.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a; shr.s32 a, $1, 31; shfl.sync.idx.b32 $0, a, 0, 0x1f, 0xffffffff; }",
+        "=r,r",
+        [tl.program_id(0)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def table_words(FORMAT: tl.constexpr):
+    """The eight words of a table."""
+    zero = unknown_zero()
+    return (
+        zero + table_word(FORMAT, 0),
+        zero + table_word(FORMAT, 1),
+        zero + table_word(FORMAT, 2),
+        zero + table_word(FORMAT, 3),
+        zero + table_word(FORMAT, 4),
+        zero + table_word(FORMAT, 5),
+        zero + table_word(FORMAT, 6),
+        zero + table_word(FORMAT, 7),
+    )
+
+
 @triton.constexpr_function
-def look_up(FORMAT, order, given=False):
+def look_up(order, pack):
     """Assembly that looks up the eight codes of $4 and writes four words of levels to $0 to $3.
-    The words of the table are constants, or with `given` those of $5 to $12.
+    The words of the table follow, `pack` times each.
 
     A selector of `prmt` has 4 bits for each byte that it finds. Those of c are the lower 3 bits of
     a code, which find one level below code 8 and one above. Those of d are the place of the byte,
     and 4 more if the code is above 7, and choose between both.
     """
-    text = [".reg .b32 a, b, c, d, e, f, l, h, t0, t1, t2, t3, t4, t5, t6, t7"]
-    for i in range(8):
-        word = f"${5 + i}" if given else table_word(FORMAT, i)
-        text.append(f"mov.b32 t{i}, {word}")
+    t = [f"${5 + pack * i}" for i in range(8)]
+    text = [".reg .b32 a, b, c, d, e, f, l, h"]
     text.append("prmt.b32 e, $4, 0, 0x3120" if order == EXCHANGED.value else "mov.b32 e, $4")
     text.append("and.b32 c, e, 0x77777777; shr.u32 d, e, 1")
     text.append("lop3.b32 d, d, 0x44444444, 0x32103210, 0xea")
@@ -111,11 +140,19 @@ def look_up(FORMAT, order, given=False):
     first, second = ("0x5140", "0x7362") if order == NEIGHBOURS.value else ("0x6240", "0x7351")
     for half in range(2):
         c, d = ("e", "f") if half else ("c", "d")
-        text.append(f"prmt.b32 a, t0, t1, {c}; prmt.b32 b, t2, t3, {c}; prmt.b32 l, a, b, {d}")
-        text.append(f"prmt.b32 a, t4, t5, {c}; prmt.b32 b, t6, t7, {c}; prmt.b32 h, a, b, {d}")
+        text.append(f"prmt.b32 a, {t[0]}, {t[1]}, {c}; prmt.b32 b, {t[2]}, {t[3]}, {c}")
+        text.append(f"prmt.b32 l, a, b, {d}")
+        text.append(f"prmt.b32 a, {t[4]}, {t[5]}, {c}; prmt.b32 b, {t[6]}, {t[7]}, {c}")
+        text.append(f"prmt.b32 h, a, b, {d}")
         text.append(f"prmt.b32 ${step * half}, l, h, {first}")
         text.append(f"prmt.b32 ${step * half + 3 - step}, l, h, {second}")
     return "{\n" + ";\n".join(text) + ";\n}"
+
+
+@triton.constexpr_function
+def registers(pack):
+    """The constraints of `look_up`."""
+    return ",".join(["=&r"] * 4 + ["r"] * (1 + 8 * pack))
 
 
 @triton.jit
@@ -137,18 +174,48 @@ def level(code, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def level_pair(p, FORMAT: tl.constexpr):
+def level_pair(p, FORMAT: tl.constexpr, ORDER: tl.constexpr):
     """(even columns, odd columns) of bytes in bf16, in units."""
-    ASSEMBLY: tl.constexpr = look_up(FORMAT, EVEN_AND_ODD)
+    ASSEMBLY: tl.constexpr = look_up(ORDER, 4)
+    REGISTERS: tl.constexpr = registers(4)
+    t0, t1, t2, t3, t4, t5, t6, t7 = table_words(FORMAT)
     return tl.inline_asm_elementwise(
-        ASSEMBLY, "=r,=r,=r,=r,r", [p], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        ASSEMBLY,
+        REGISTERS,
+        [p, t0, t1, t2, t3, t4, t5, t6, t7],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
     )
 
 
 @triton.jit
 def level_words(p, FORMAT: tl.constexpr):
     """The two columns of each byte in the halves of 32 bits, in bf16, in units."""
-    ASSEMBLY: tl.constexpr = look_up(FORMAT, NEIGHBOURS)
+    ASSEMBLY: tl.constexpr = look_up(NEIGHBOURS, 4)
+    REGISTERS: tl.constexpr = registers(4)
+    t0, t1, t2, t3, t4, t5, t6, t7 = table_words(FORMAT)
     return tl.inline_asm_elementwise(
-        ASSEMBLY, "=r,=r,=r,=r,r", [p], dtype=tl.int32, is_pure=True, pack=4
+        ASSEMBLY,
+        REGISTERS,
+        [p, t0, t1, t2, t3, t4, t5, t6, t7],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def words_of_levels(words, FORMAT: tl.constexpr):
+    """Of words of eight columns four words of two neighbours, in bf16, in units."""
+    ASSEMBLY: tl.constexpr = look_up(NEIGHBOURS, 1)
+    REGISTERS: tl.constexpr = registers(1)
+    t0, t1, t2, t3, t4, t5, t6, t7 = table_words(FORMAT)
+    return tl.inline_asm_elementwise(
+        ASSEMBLY,
+        REGISTERS,
+        [words, t0, t1, t2, t3, t4, t5, t6, t7],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
     )

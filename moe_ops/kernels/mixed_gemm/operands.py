@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.configs import DECODED, GemmConfig
+from moe_ops.kernels.configs import DECODED, LEVELS, GemmConfig
 from moe_ops.kernels.launch import Constant, Gpu, Pointer, Specialized, unprefixed
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv
@@ -241,14 +241,14 @@ def _wgmma_format(of: Format, scales: torch.dtype, activation: QuantDesc | None 
     It scales int4 weights with bf16 scales themselves, rounded to bf16, instead of the sums (of
     those with zero points beside few rows the sums, too: `MixedOperand.scaling_sums`).
     Then sums of groups take no registers and no multiplications, and nothing waits for them.
-    Scales of other dtypes would lose bits in bf16.
+    Scales of other dtypes would lose bits in bf16. Levels are scaled themselves whatever the dtype
+    of scales is, by two instructions a pair instead of one.
     """
     in_e4m3 = activation is not None and activation.dtype == "e4m3" and activation.group.cols == -1
     if in_e4m3 and of.name == "int4" and of.scale == "e4m3" and of.group % 128 == 0:
         return of._replace(name="int4_e4m3")
-    if of.name != "int4" or of.scale != "sum" or scales != torch.bfloat16:
-        return of
-    return of._replace(scale="weight")
+    scaled = of.name in LEVELS or (of.name == "int4" and scales == torch.bfloat16)
+    return of._replace(scale="weight") if scaled and of.scale == "sum" else of
 
 
 def _k_chunk(K: int, of: Format) -> int:

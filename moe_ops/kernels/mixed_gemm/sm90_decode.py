@@ -15,7 +15,8 @@ instead of 17.
 """
 
 from moe_ops.kernels.device.gluon import gl, gluon
-from moe_ops.kernels.mixed_gemm.decode import is_e2m1, scale_above, scale_bf16x2
+from moe_ops.kernels.mixed_gemm.decode import in_pairs, is_e2m1, scale_above, scale_bf16x2
+from moe_ops.kernels.mixed_gemm.levels import EXCHANGED, is_level, level_pair
 from moe_ops.meta.scales import rows_side_by_side
 
 # decode_int4 gives the difference of a code and its zero point, times INT4_ONE.
@@ -40,7 +41,7 @@ def log2(n):
 @gluon.constexpr_function
 def weight_bits(FORMAT):
     """Bits of a weight."""
-    return 4 if FORMAT in ("int4", "int4_e4m3") or is_e2m1(FORMAT) else 8
+    return 4 if in_pairs(FORMAT) else 8
 
 
 @gluon.constexpr_function
@@ -469,8 +470,10 @@ def decode_weights(
     scales if SCALE says that weights are scaled.
 
     For 8-bit formats both are all columns. e2m1 is multiplied by 2^-32 or 2^-8 (`scale_bf16x2`),
-    int4 without a minimum by 2^-64. int4 weights with e4m3 scales are rounded to e4m3
-    (`scale_above`).
+    int4 without a minimum by 2^-64, and levels are in units of their table. int4 weights with e4m3
+    scales are rounded to e4m3 (`scale_above`). Scales of levels may have more bits than bf16: each
+    is the sum of two numbers of bf16, so that one fma rounds the product as fp32 would, but for
+    ties.
     """
     BLOCK_N: gl.constexpr = codes.shape[0]
     CHUNK_BYTES: gl.constexpr = codes.shape[1]
@@ -489,6 +492,21 @@ def decode_weights(
             w0, w1 = decode_e2m1_words(codes, s)
         else:
             w0, w1 = decode_e2m1(codes, s)
+    elif is_level(FORMAT):
+        w0, w1 = level_pair(codes, FORMAT, EXCHANGED)
+        gl.static_assert(SCALE == "weight")
+        SHAPE: gl.constexpr = (BLOCK_N, GROUPS, GROUP_BYTES)
+        wide = gl.expand_dims(s, 2)
+        high = wide.to(gl.bfloat16)
+        if s.dtype == gl.bfloat16:
+            w0 *= high.broadcast_to(SHAPE)
+            w1 *= high.broadcast_to(SHAPE)
+        else:
+            low = (wide.to(gl.float32) - high.to(gl.float32)).to(gl.bfloat16)
+            low = low.broadcast_to(SHAPE)
+            high = high.broadcast_to(SHAPE)
+            w0 = gl.fma(w0, high, w0 * low)
+            w1 = gl.fma(w1, high, w1 * low)
     elif FORMAT == "e4m3":
         w0 = decode_e4m3(codes)
         w1 = w0

@@ -25,6 +25,7 @@ from moe_ops.kernels.device.gluon import (
 )
 from moe_ops.kernels.device.pdl import gdc_wait
 from moe_ops.kernels.mixed_gemm.decode import is_e2m1
+from moe_ops.kernels.mixed_gemm.levels import is_level, level_unit
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
     decode_products,
     decode_weights,
@@ -97,9 +98,11 @@ def scale_pointers(
 
 @gluon.jit
 def unshifted(acc, FORMAT: gl.constexpr, SCALE: gl.constexpr):
-    """Sums of products without the power of two that weights were decoded with."""
+    """Sums of products without the factor that weights were decoded with."""
     if is_e2m1(FORMAT):
         acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
+    elif is_level(FORMAT):
+        acc *= level_unit(FORMAT)
     elif FORMAT == "int4" and SCALE != "minimum":
         acc *= INT4_SHIFT
     return acc

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from moe_ops.kernels.configs import GemmConfig
+from moe_ops.kernels.configs import LEVELS, GemmConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm.operands import Format
 from moe_ops.meta.workspace import cdiv
@@ -130,6 +130,7 @@ def _min_registers(kernel: WgmmaKernel, overlap: bool) -> int:
     else:
         registers = 72 if of.scale == "e8m0" or (of.bits == 4 and block_m == 8) else 80
     registers += accumulators + 8 * kernel.has_zero + 8 * (kernel.more > 0)
+    registers += 8 * (of.name in LEVELS)  # a table
     whole = block_n == 16 * num_warps
     if not whole and not of.scales_weights:
         registers += accumulators // 2  # sums of a group, for half of the rows

@@ -64,7 +64,9 @@ from moe_ops.kernels.mixed_gemm.levels import (
     is_level,
     level_unit,
     look_up,
-    table_word,
+    registers,
+    table_words,
+    unknown_zero,
 )
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
@@ -216,21 +218,6 @@ def e4m3_pairs(words):
 
 
 @gluon.jit
-def unknown_zero(x):
-    """A zero that the compiler does not know, of any index x. Sums with it stay in registers,
-    where a constant would be written anew for each use.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 a; shr.s32 a, $1, 31; shfl.sync.idx.b32 $0, a, 0, 0x1f, 0xffffffff; }",
-        "=r,r",
-        [x],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def e2m1_tables(zero):
     """What e2m1_pairs looks up, of `unknown_zero`: 64 and twice a number that is not negative, 64
     less twice the magnitude of another one, each in two words, and 0x43.
@@ -270,27 +257,13 @@ def e2m1_pairs(words, s, offsets, tables):
 
 
 @gluon.jit
-def level_tables(zero, FORMAT: gl.constexpr):
-    """The words of bytes that level_pairs looks up, of `unknown_zero`."""
-    return (
-        zero + table_word(FORMAT, 0),
-        zero + table_word(FORMAT, 1),
-        zero + table_word(FORMAT, 2),
-        zero + table_word(FORMAT, 3),
-        zero + table_word(FORMAT, 4),
-        zero + table_word(FORMAT, 5),
-        zero + table_word(FORMAT, 6),
-        zero + table_word(FORMAT, 7),
-    )
-
-
-@gluon.jit
-def level_pairs(words, tables, FORMAT: gl.constexpr):
+def level_pairs(words, tables):
     """As int4_pairs of levels of a table, in units of it (levels.py), not scaled."""
-    ASSEMBLY: gl.constexpr = look_up(FORMAT, NEIGHBOURS, True)
+    ASSEMBLY: gl.constexpr = look_up(NEIGHBOURS, 1)
+    REGISTERS: gl.constexpr = registers(1)
     return gl.inline_asm_elementwise(
         ASSEMBLY,
-        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        REGISTERS,
         [
             words,
             tables[0],
@@ -370,7 +343,7 @@ def decode(
         w0, w1, w2, w3 = e2m1_pairs(words, factors, spread(offsets, BLOCK_N, GROUPS, EACH), tables)
         pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     elif is_level(FORMAT):
-        w0, w1, w2, w3 = level_pairs(words, tables, FORMAT)
+        w0, w1, w2, w3 = level_pairs(words, tables)
         w0, w1, w2, w3 = four_scaled(w0, w1, w2, w3, s, BLOCK_N, GROUPS, EACH)
         pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     elif SCALE == "minimum":
@@ -676,8 +649,7 @@ def moe_ops_train_wgmma_packed(
         async_load(x, [first, i * IN], full.index(i), x_smem.index(i), i < steps)
 
     expert = e
-    zeros = unknown_zero(first)
-    tables = level_tables(zeros, FORMAT) if is_level(FORMAT) else e2m1_tables(zeros)
+    tables = table_words(FORMAT) if is_level(FORMAT) else e2m1_tables(unknown_zero())
     e = e.to(gl.int64)
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(gl.pointer_type(gl.uint8))

@@ -8,7 +8,7 @@ import torch
 
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.configs import LEVELS
-from tests.kernels.mixed_gemm.test_decode import execute, halves, words
+from tests.kernels.mixed_gemm.test_decode import MASK, execute, halves, words
 from tests.support import oracle
 from tests.support.cases import BF16
 
@@ -55,16 +55,15 @@ def test_units_bring_levels_near_numbers_of_bf16(name):
 
 
 @every_table
+@pytest.mark.parametrize("pack", [1, 4])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("given", [False, True], ids=("constants", "given"))
-def test_look_up(name, order, given):
+def test_look_up(name, order, pack):
     """Each code in its own place, whatever its neighbours are."""
     numbers = in_units(name).tolist()
-    table = [levels.table_word(name, i) for i in range(8)] if given else []
-    constraints = ",".join(["=r"] * 4 + ["r"] * (1 + len(table)))
-    for word in words():
-        registers = execute(levels.look_up(name, order, given), constraints, word, *table)
-        values = [n for register in registers for n in halves(register)]
+    table = [levels.table_word(name, i) & MASK for i in range(8) for _ in range(pack)]
+    how = levels.look_up(order, pack), levels.registers(pack)
+    for word in words(64):
+        values = [n for register in execute(*how, word, *table) for n in halves(register)]
         assert values == [numbers[word >> 4 * column & 15] for column in ORDERS[order]]
 
 
