@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,11 +14,9 @@ from pathlib import Path
 NAMES = ("g++", "gcc", "c++", "cc", "clang", "clang++", "nvcc", "cicc", "ptxas")
 # Triton brings a ptxas of its own, or two, and takes others by these variables
 TRITON_TOOLS = {"TRITON_PTXAS_PATH": "ptxas", "TRITON_PTXAS_BLACKWELL_PATH": "ptxas-blackwell"}
-_WRAPPER = """#!{python} -IS
-import os, sys
-with open(os.environ["COMPILERS_LOG"], "a") as log:
-    log.write({name!r} + " " + " ".join(sys.argv[1:]).replace("\\n", " ") + "\\n")
-os.execv({real!r}, [{real!r}, *sys.argv[1:]])
+_WRAPPER = """#!/bin/sh
+echo {name} "$*" >> "$COMPILERS_LOG"
+exec {real} "$@"
 """
 # calls that ask a compiler for its version, or where its files are, and compile nothing
 _QUESTION = re.compile(r"\S+( (--version|-v|-V|--help|-dump\w+|-print\S+))+")
@@ -44,7 +42,7 @@ class Compilers:
     def _wrap(self, name: str, real: str, folder: Path | None = None) -> Path:
         wrapper = (folder or self.folder) / name
         wrapper.parent.mkdir(exist_ok=True)
-        wrapper.write_text(_WRAPPER.format(python=sys.executable, name=name, real=real))
+        wrapper.write_text(_WRAPPER.format(name=name, real=shlex.quote(real)))
         wrapper.chmod(0o755)
         return wrapper
 
