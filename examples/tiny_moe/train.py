@@ -43,8 +43,10 @@ def training_text() -> bytes:
     return b"\n\n".join((root / name).read_bytes() for name in kept)
 
 
-def build(experts: str, balance: float):
-    """A freshly initialised model; 1.84 million parameters, of which an eighth is not experts."""
+def build(experts: str, balance: float, width: int = 128):
+    """A freshly initialised model; of width 128 with 1.84 million parameters, of which an eighth
+    is not experts.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, logging
 
     logging.disable_progress_bar()  # else every save draws one
@@ -52,9 +54,9 @@ def build(experts: str, balance: float):
         import moe_ops  # noqa: F401  registers the name
     config = Qwen3MoeConfig(
         vocab_size=256,
-        hidden_size=128,
-        intermediate_size=128,
-        moe_intermediate_size=128,
+        hidden_size=width,
+        intermediate_size=width,
+        moe_intermediate_size=width,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -146,6 +148,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help=f"windows of {WINDOW} bytes")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--width", type=int, default=128, help="columns of tokens and experts")
     parser.add_argument("--balance", type=float, default=2e-4, help="weight of load balancing")
     parser.add_argument("--experts", default="moe_ops", help="experts implementation")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
@@ -153,7 +156,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(args.seed)
-    model = build(args.experts, args.balance).to(args.device)
+    model = build(args.experts, args.balance, args.width).to(args.device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )

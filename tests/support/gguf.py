@@ -179,9 +179,10 @@ def field(value):
         return struct.pack("<II", 4, value)
     if isinstance(value, float):
         return struct.pack("<If", 6, value)
-    if isinstance(value, list):
-        items = b"".join(string(v) for v in value)
-        return struct.pack("<IIQ", 9, 8, len(value)) + items
+    if isinstance(value, list):  # of one kind
+        kind = field(value[0] if value else "")[:4]
+        items = b"".join(field(v)[4:] for v in value)
+        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(value)) + items
     return struct.pack("<I", 8) + string(value)
 
 

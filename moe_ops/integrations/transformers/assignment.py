@@ -304,7 +304,8 @@ class Assignment:
         owner = target.rpartition(".")[0] + "."
         found = next((t for t, name in unclaimed.items() if name.startswith(owner)), None)
         if found is None:
-            return f"{target} must be in the checkpoint, got no tensor for it"
+            where = f" in {self.files.files[0]}" if self._whole else ""
+            return f"{target} must be in the checkpoint, got no tensor for it{where}"
         return (
             f"{target} must be in the checkpoint under a name that moe_ops or transformers knows, "
             f"got {self._where(found)}, which no parameter takes; write the values under the "

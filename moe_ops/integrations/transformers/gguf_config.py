@@ -101,16 +101,21 @@ def config_of(files: GgufFiles) -> PreTrainedConfig:
         )
     tokens = ((f"tokenizer.ggml.{name}_token_id", name) for name in ("bos", "eos", "padding"))
     ids = {to: files.fields[key] for key, to in tokens if type(files.fields.get(key)) is int}
-    config = AutoConfig.for_model(
-        said.pop("model_type", arch.model_type),
-        **said,
-        vocab_size=vocabulary.shape[0],
-        rope_parameters=rope,
-        tie_word_embeddings="output.weight" not in files.entries,
-        bos_token_id=ids.get("bos"),
-        eos_token_id=ids.get("eos"),
-        pad_token_id=ids.get("padding"),
-    )
+    try:
+        config = AutoConfig.for_model(
+            said.pop("model_type", arch.model_type),
+            **said,
+            vocab_size=vocabulary.shape[0],
+            rope_parameters=rope,
+            tie_word_embeddings="output.weight" not in files.entries,
+            bos_token_id=ids.get("bos"),
+            eos_token_id=ids.get("eos"),
+            pad_token_id=ids.get("padding"),
+        )
+    except Exception as error:  # of transformers' own checks, which raise several kinds
+        raise ValueError(
+            f"{files.files[0]} must describe a model that transformers has, got: {error}"
+        ) from error
     config.dtype = torch.bfloat16  # where the call names none: blocks have no dtype of their own
     return config
 

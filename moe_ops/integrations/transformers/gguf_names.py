@@ -96,9 +96,12 @@ def number_of_layers(files: GgufFiles) -> int:
     """Layers of the model; those that only predict further tokens, which are behind them in files
     and which transformers leaves out, are none.
     """
-    name = files.architecture
-    further = files.integer(f"{name}.nextn_predict_layers", 0, least=0)
-    return max(0, files.integer(f"{name}.block_count") - further)
+    count = files.integer(f"{files.architecture}.block_count")
+    key = f"{files.architecture}.nextn_predict_layers"
+    further = files.integer(key, 0, least=0)
+    if further >= count:
+        raise ValueError(f"{key} of {files.files[0]} must be less than {count}, got {further}")
+    return count - further
 
 
 def name_tensors(checkpoint: Checkpoint) -> dict[str, Any]:
