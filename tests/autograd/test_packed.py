@@ -34,7 +34,7 @@ from tests.support.cases import BF16, FP32, Case, Largest, with_global_rows
 
 SCHEMES = [
     *("int4_w4a16:g32", "int4_w4a16:g64:zp", "int4_w4a16:g128", "int4_w4a16:channel:zp"),
-    "int4_w4a16:g32:min",
+    *("int4_w4a16:g32:min", "int4_w4a16:g32:super:min", "iq4_w4a16:g32:super"),
     *("int8_w8a16:channel", "int8_w8a16:g32:zp", "fp8_w8a16:channel", "fp8_w8a16:block"),
     *("mxfp4_w4a16", "nvfp4_w4a16", "mxfp6_e2m3_w6a16"),
     *("nf4_w4a16:g32", "fp4_w4a16:g32", "iq4_w4a16:g32"),

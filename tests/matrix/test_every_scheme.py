@@ -127,6 +127,7 @@ ON_CPU_TOO = [
         "int4_w4a16:g64",
         "int4_w4a16:g32:zp",
         "int4_w4a16:g32:min",
+        "int4_w4a16:g32:super:min",
         "mxfp4_w4a16",
     )
 ]

@@ -440,8 +440,8 @@ def test_explain_plans_the_call_it_is_given():
             True,
             torch.float32,
             "fp8_tensor",
-            "plain torch, because its scheme has no name, channel scales, scales in two levels, a "
-            "number format that no kernel decodes, or a scale of all activations of a call",
+            "plain torch, because its scheme has no name, channel scales, a number format that no "
+            "kernel decodes, or a scale of all activations of a call",
         ),
     ],
 )

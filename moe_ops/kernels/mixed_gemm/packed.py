@@ -39,7 +39,13 @@ from moe_ops.kernels.launch import (
     unprefixed,
 )
 from moe_ops.kernels.mixed_gemm.columns import columns, shift
-from moe_ops.kernels.mixed_gemm.decode import in_pairs, six_bits
+from moe_ops.kernels.mixed_gemm.decode import (
+    SUPER,
+    factors_above,
+    in_one_level,
+    in_pairs,
+    six_bits,
+)
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
     Format,
@@ -88,6 +94,25 @@ def group_tile(
             group = tl.arange(0, GROUPS)
             ok = (row < N)[:, None] & (first + group < count)[None, :]
             return tl.load(ptrs[:, None] + (group * stride_g)[None, :], mask=ok, other=0)
+
+
+@triton.jit
+def factor_tile(
+    ptr,  # factors of the scales of one expert, or None
+    n,
+    k,
+    N,
+    K,
+    stride_n,
+    BLOCK_N: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):
+    """(BLOCK_N,) of rows from n on and of column k, as `decode.in_one_level` takes them; zeros
+    past the end.
+    """
+    row = n + tl.arange(0, BLOCK_N)
+    ptrs = factors_above(ptr, row.to(tl.int64) * stride_n, HAS_ZERO) + k // SUPER
+    return tl.load(ptrs, mask=row < tl.where(k < K, N, 0), other=0)
 
 
 @unprefixed
@@ -192,6 +217,7 @@ def moe_ops_train_packed(
     BITS: tl.constexpr = 4 if PAIRS else 6 if SIX else 8
     GROUPS: tl.constexpr = max(BLOCK_K // SCALE_GROUP, 1) if SCALE_GROUP > 0 else 1
     HAS_ZERO: tl.constexpr = w_zero_ptr is not None
+    TWO_LEVELS: tl.constexpr = w_scale_ptr.dtype.element_ty == tl.int8
     OUT: tl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
     IN: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
     out_size = K if TRANSPOSE else N
@@ -226,6 +252,9 @@ def moe_ops_train_packed(
             w_zero_ptr, n, k, N, K, w_zero_stride_n, w_zero_stride_g, BLOCK_N, GROUPS, SCALE_ROWS,
             SCALE_GROUP,
         )  # fmt: skip
+    if TWO_LEVELS:
+        w_factor_ptr += e * w_factor_stride_e
+        above = factor_tile(w_factor_ptr, n, k, N, K, w_factor_stride_n, BLOCK_N, HAS_ZERO)
     if TRANSPOSE and FACTOR_ROWS:  # what is left of factors beside the first is near 1
         first_factor = tl.load(w_factor_ptr + e * w_factor_stride_e)
     acc = tl.zeros((BLOCK_M, OUT), tl.float32)
@@ -259,6 +288,12 @@ def moe_ops_train_packed(
                 w_zero_ptr, next_n, next_k, N, K, w_zero_stride_n, w_zero_stride_g,
                 BLOCK_N, GROUPS, SCALE_ROWS, SCALE_GROUP,
             )  # fmt: skip
+        if TWO_LEVELS:
+            next_above = factor_tile(
+                w_factor_ptr, next_n, next_k, N, K, w_factor_stride_n, BLOCK_N, HAS_ZERO
+            )
+            s, zero = in_one_level(s, zero, above, GROUPS, HAS_ZERO)
+            above = next_above
         if TRANSPOSE and FACTOR_ROWS:
             of_rows = w_factor_ptr + e * w_factor_stride_e + row.to(tl.int64) * w_factor_stride_n
             factor = tl.load(of_rows, mask=row < N, other=1.0)
@@ -275,7 +310,9 @@ def moe_ops_train_packed(
     acc *= shift(dtype, FORMAT, SCALE)
     position = first + tl.arange(0, BLOCK_M)
     column = tile * OUT + tl.arange(0, OUT)
-    if w_factor_ptr is not None:  # the global scale of an expert, or of each row
+    if (
+        w_factor_ptr is not None and not TWO_LEVELS
+    ):  # the global scale of an expert, or of each row
         w_factor_ptr += e * w_factor_stride_e
         if TRANSPOSE or not FACTOR_ROWS:
             acc /= tl.load(w_factor_ptr)
@@ -322,7 +359,8 @@ def decoding_of(of: Format) -> Decoding:
 def scales_of_rows(w: MixedOperand) -> ScalesOfRows:
     """The arguments of a weight."""
     of = w.format
-    return ScalesOfRows(of.group if of.scale == "block" else 1, w.strides.w_factor_stride_n > 0)
+    factors = w.strides.w_factor_stride_n > 0 and not of.two_levels  # which are of scales
+    return ScalesOfRows(of.group if of.scale == "block" else 1, factors)
 
 
 def multiply(

@@ -58,7 +58,13 @@ from moe_ops.kernels.mixed_gemm.columns import (
     bits,
     fma_words,
 )
-from moe_ops.kernels.mixed_gemm.decode import in_pairs, spread
+from moe_ops.kernels.mixed_gemm.decode import (
+    SUPER,
+    factors_above,
+    in_one_level,
+    in_pairs,
+    spread,
+)
 from moe_ops.kernels.mixed_gemm.levels import (
     NEIGHBOURS,
     is_level,
@@ -315,6 +321,7 @@ def decode(
     words,  # int32 (BLOCK_N, WORDS), eight columns each, or four of 8 bits
     s,
     zero,
+    above,
     tables,
     GROUPS: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -325,6 +332,8 @@ def decode(
     BLOCK_N: gl.constexpr = words.shape[0]
     WORDS: gl.constexpr = words.shape[1]
     EACH: gl.constexpr = WORDS // GROUPS
+    if s.dtype == gl.int8:
+        s, zero = in_one_level(s, zero, above, GROUPS, HAS_ZERO)
     PAIRS: gl.constexpr = WORDS * 4 if in_pairs(FORMAT) else WORDS * 2
     if FORMAT == "int8" or FORMAT == "e4m3":
         wide = s.to(gl.float32)
@@ -444,14 +453,14 @@ def load_scales(
 
 @gluon.jit
 def scales_of_step(
-    step, steps, scale_ptr, zero_ptr, column, N, gap, scale_stride_n, scale_stride_g,
-    zero_stride_n, zero_stride_g,
+    step, steps, scale_ptr, zero_ptr, factor_ptr, column, N, gap, scale_stride_n, scale_stride_g,
+    zero_stride_n, zero_stride_g, factor_stride_n,
     TRANSPOSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, HALVES: gl.constexpr,
     GROUPS: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_GROUP: gl.constexpr, EVEN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """(scales, zero points) of a step, or of the last one; without zero points the scales
-    again.
+    """(scales, zero points or minima, factors of scales in two levels) of a step, or of the last
+    one; the scales again in place of what there is none of.
     """
     step = gl.minimum(step, steps - 1)
     n, k = (step * BLOCK_N, column) if TRANSPOSE else (column, step * BLOCK_K)
@@ -465,7 +474,16 @@ def scales_of_step(
             zero_ptr, n, k, N, gap, zero_stride_n, zero_stride_g,
             BLOCK_N, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, LAYOUT,
         )  # fmt: skip
-    return s, zero
+    above = s
+    if scale_ptr.dtype.element_ty == gl.int8:
+        OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT) if GROUPS > 1 else LAYOUT
+        HAS_ZERO: gl.constexpr = zero_ptr is not None
+        above = load_scales(
+            factors_above(factor_ptr, 0, HAS_ZERO), n, k, N, gap,
+            factor_stride_n // 2 if HAS_ZERO else factor_stride_n, 1,
+            BLOCK_N, HALVES, 1, 1, SUPER, EVEN, OF_ROWS,
+        )  # fmt: skip
+    return s, zero, above
 
 
 @gluon.jit
@@ -654,19 +672,21 @@ def moe_ops_train_wgmma_packed(
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(gl.pointer_type(gl.uint8))
     w_scale_ptr += e * w_scale_stride_e
+    TWO_LEVELS: gl.constexpr = w_scale_ptr.dtype.element_ty == gl.int8
+    if w_factor_ptr is not None:
+        w_factor_ptr += e * w_factor_stride_e
     if HAS_ZERO:
         if SCALE != "minimum":
             w_zero_ptr = w_zero_ptr.to(gl.pointer_type(gl.uint8))
         w_zero_ptr += e * w_zero_stride_e
-    s, zero = scales_of_step(
-        0, steps, w_scale_ptr, w_zero_ptr, column, N, gap,
-        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+    s, zero, above = scales_of_step(
+        0, steps, w_scale_ptr, w_zero_ptr, w_factor_ptr, column, N, gap,
+        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g, w_factor_stride_n,
         TRANSPOSE, BLOCK_N, BLOCK_K, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, SCALES,
     )  # fmt: skip
     mbarrier.wait(p_full.index(0), 0)
-    w_smem.index(0).store(
-        decode(p_smem.index(0).load(PACKED), s, zero, tables, GROUPS, FORMAT, SCALE, HAS_ZERO)
-    )
+    p = p_smem.index(0).load(PACKED)
+    w_smem.index(0).store(decode(p, s, zero, above, tables, GROUPS, FORMAT, SCALE, HAS_ZERO))
     fence_async_shared()
     expect_packed(w, p_full, PACKED_STAGES, steps, HALVES, PACKED_STAGES)
     barrier()
@@ -674,14 +694,14 @@ def moe_ops_train_wgmma_packed(
         w, halves, p_full, PACKED_STAGES, steps, row, word, gap,
         TRANSPOSE, HALVES, PACKED_STAGES,
     )  # fmt: skip
-    s, zero = scales_of_step(
-        1, steps, w_scale_ptr, w_zero_ptr, column, N, gap,
-        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+    s, zero, above = scales_of_step(
+        1, steps, w_scale_ptr, w_zero_ptr, w_factor_ptr, column, N, gap,
+        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g, w_factor_stride_n,
         TRANSPOSE, BLOCK_N, BLOCK_K, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, SCALES,
     )  # fmt: skip
-    next_s, next_zero = scales_of_step(
-        2, steps, w_scale_ptr, w_zero_ptr, column, N, gap,
-        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+    next_s, next_zero, next_above = scales_of_step(
+        2, steps, w_scale_ptr, w_zero_ptr, w_factor_ptr, column, N, gap,
+        w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g, w_factor_stride_n,
         TRANSPOSE, BLOCK_N, BLOCK_K, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, SCALES,
     )  # fmt: skip
     acc = gl.zeros([BLOCK_M, OUT], gl.float32, MMA)
@@ -700,14 +720,15 @@ def moe_ops_train_wgmma_packed(
         mbarrier.expect(full.index(after), BLOCK_M * IN * 2, (i > 0) & (i + 2 < steps))
         expect_packed(w, p_full, following + PACKED_STAGES, steps, HALVES, PACKED_STAGES)
         w_smem.index(following % W_BUFFERS).store(
-            decode(p, s, zero, tables, GROUPS, FORMAT, SCALE, HAS_ZERO)
+            decode(p, s, zero, above, tables, GROUPS, FORMAT, SCALE, HAS_ZERO)
         )
         fence_async_shared()
         # the fence waits for loads that are under way, so they begin as long before it as can be
-        s, zero = next_s, next_zero
-        next_s, next_zero = scales_of_step(
-            i + 3, steps, w_scale_ptr, w_zero_ptr, column, N, gap,
+        s, zero, above = next_s, next_zero, next_above
+        next_s, next_zero, next_above = scales_of_step(
+            i + 3, steps, w_scale_ptr, w_zero_ptr, w_factor_ptr, column, N, gap,
             w_scale_stride_n, w_scale_stride_g, w_zero_stride_n, w_zero_stride_g,
+            w_factor_stride_n,
             TRANSPOSE, BLOCK_N, BLOCK_K, HALVES, GROUPS, SCALE_ROWS, SCALE_GROUP, EVEN, SCALES,
         )  # fmt: skip
         acc = warpgroup_mma_wait(1, [acc])
@@ -738,8 +759,7 @@ def moe_ops_train_wgmma_packed(
     acc = warpgroup_mma_wait(0, [acc])
 
     acc *= shift(FORMAT, SCALE)
-    if w_factor_ptr is not None:  # the global scale of an expert, or of each row
-        w_factor_ptr += e * w_factor_stride_e
+    if w_factor_ptr is not None and not TWO_LEVELS:  # the global scale of an expert, or of a row
         if FACTOR_ROWS:
             n = tile_rows(column, gap, OUT, HALVES, gl.SliceLayout(0, MMA)).to(gl.int64)
             factor = gl.load(w_factor_ptr + n * w_factor_stride_n, mask=n < N, other=1.0)
@@ -797,12 +817,12 @@ def why_not(w: MixedOperand, dtype: torch.dtype, transpose: bool) -> str | None:
     if dtype != torch.bfloat16:
         return "its rows are not in bf16"
     coded = of.name != "e2m1" and of.scale in ("e8m0", "e4m3")  # scales of e2m1 alone
-    coded = coded or of.two_levels
     if of.name not in FORMATS or coded or (of.bits == 8 and w.has_zero):
         return "its format is none of this kernel's"
     if w.data.data_ptr() % 16 or not w.data.is_contiguous():
         return "it is not contiguous, or begins elsewhere than at a multiple of 16 bytes"
-    if w.strides.w_factor_stride_n and (transpose or of.name != "e2m1"):
+    of_rows = w.strides.w_factor_stride_n > 0 and not of.two_levels
+    if of_rows and (transpose or of.name != "e2m1"):
         return "it has scales of rows"
     if w.K % block_k or (transpose and w.N % block_n):
         return "tiles do not divide its size"

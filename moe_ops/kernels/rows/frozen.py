@@ -29,7 +29,7 @@ def frozen(scheme: str) -> Frozen | None:
     weight, activation = SCHEMES[scheme].weight, SCHEMES[scheme].activation
     if weight is None or weight.dtype not in DECODED:
         return None
-    if weight.channel_scale or weight.two_levels:
+    if weight.channel_scale:
         return None
     alone = get_scheme(QuantScheme("its weights", weight, None)).name
     if activation is None:
@@ -49,8 +49,8 @@ def why_not(*weights: Weight) -> str | None:
     """Why the kernels do not run experts of these quantized weights; None if they do."""
     if any([frozen(weight.scheme) is None for weight in weights]):
         return (
-            "its scheme has no name, channel scales, scales in two levels, a number "
-            "format that no kernel decodes, or a scale of all activations of a call"
+            "its scheme has no name, channel scales, a number format that no kernel decodes, or "
+            "a scale of all activations of a call"
         )
     if any([w.activation_scale is not None and w.activation_scale.numel() > 1 for w in weights]):
         return "its experts have activation scales of their own"

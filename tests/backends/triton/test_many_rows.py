@@ -216,7 +216,13 @@ def test_rows_and_sums(options, ids_dtype):
 
 FORMATS = ["fp8_w8a16:tensor", "fp8_w8a16:channel", "fp8_w8a16:block", "int8_w8a16:channel"]
 FORMATS += ["int8_w8a16:g32", "int8_w8a16:g128", "int4_w4a16:g32", "int4_w4a16:g128:zp"]
-FORMATS += ["int4_w4a16:g32:min", "mxfp4_w4a16", "nvfp4_w4a16"]
+FORMATS += [
+    "int4_w4a16:g32:min",
+    "int4_w4a16:g32:super:min",
+    "iq4_w4a16:g32:super",
+    "mxfp4_w4a16",
+    "nvfp4_w4a16",
+]
 
 
 @pytest.mark.parametrize("scheme", [pytest.param(name, marks=ON_GPU) for name in FORMATS])
