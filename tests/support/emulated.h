@@ -171,6 +171,7 @@ inline void multiply_bytes(int c, int a, int b) {  // both with signs
 #undef _mm_maskz_loadu_epi16
 #undef _mm_maskz_loadu_epi8
 #undef _mm_maskz_loadu_ps
+#undef _mm256_maskz_loadu_ps
 #undef _tile_dpbf16ps
 #undef _tile_dpbssd
 #undef _tile_loadconfig
@@ -181,6 +182,7 @@ inline void multiply_bytes(int c, int a, int b) {  // both with signs
 #define _mm_maskz_loadu_epi16(k, p) emulated::load<__m128i, int16_t>(k, p)
 #define _mm_maskz_loadu_epi8(k, p) emulated::load<__m128i, int8_t>(k, p)
 #define _mm_maskz_loadu_ps(k, p) emulated::load<__m128, float>(k, p)
+#define _mm256_maskz_loadu_ps(k, p) emulated::load<__m256, float>(k, p)
 #define _mm256_maskz_loadu_epi8(k, p) emulated::load<__m256i, int8_t>(k, p)
 #define _mm256_maskz_loadu_epi16(k, p) emulated::load<__m256i, int16_t>(k, p)
 #define _mm256_mask_storeu_epi16(p, k, v) emulated::store<int16_t>(p, k, v)

@@ -16,8 +16,8 @@ import pytest
 from moe_ops.backends.torch import layer
 
 SYSROOT = "/usr/aarch64-linux-gnu"
-# others have 8
-BITS = {"bf16": 16, "int4": 4, "int4_any": 4, "mxfp4": 4, "nvfp4": 4, "levels": 4}
+BITS = dict.fromkeys(layer._DECODERS, 8) | {"bf16": 16, "int5": 5, "int6": 6}
+BITS |= dict.fromkeys(("int4", "int4_any", "int4_minima", "mxfp4", "nvfp4", "levels"), 4)
 
 
 class Emulated:
@@ -44,12 +44,13 @@ class Emulated:
     def moe_ops_cpu_experts_run(self, form: int, call: bytes, scratch: int) -> None:
         a, numbers = layer.Experts.from_address(form), layer.CALL.unpack(call)
         addresses, (x_row, weights_row, ids_row, M, top_k, _) = numbers[:21], numbers[21:]
-        bits = BITS.get(layer._DECODERS[a.scheme], 8)
+        bits = BITS[layer._DECODERS[a.scheme]]
         data, scales, biases = [], [], []
         for matrix, rows, columns in ((a.w13, 2 * a.I, a.K), (a.w2, a.K, a.I)):
             last_row = (a.E - 1) * matrix.expert + (rows - 1) * matrix.row
             data.append(last_row + columns * bits // 8)
-            scales += [a.E * matrix.scale_expert or 4, a.E * matrix.zero_expert, a.E * 4, 0, 0]
+            scales += [a.E * matrix.scale_expert or 4, a.E * matrix.zero_expert, a.E * 4]
+            scales += [a.E * matrix.super_expert, 0]
             biases.append(a.E * matrix.bias_expert * (4 if matrix.bias_type == 2 else 2))
         of_weights = ((M - 1) * weights_row + top_k) * (4 if a.weights_type == 2 else 2)
         of_ids = ((M - 1) * ids_row + top_k) * a.ids_bytes

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.torch import cpu
+from moe_ops.meta import scales
 from moe_ops.numerics import elements
 from moe_ops.ops.args import ExpertsArgs
 from moe_ops.ops.backend import Shortcut
@@ -36,6 +37,7 @@ from moe_ops.schemes import (
     PER_ROW,
     PER_TENSOR,
     PER_TOKEN_GROUP,
+    SUPER_BLOCK,
     QuantDesc,
     get_scheme,
     schemes_of_layer,
@@ -43,7 +45,8 @@ from moe_ops.schemes import (
 
 # of experts.cpp, in the order of its ENTRIES
 _DECODERS = (
-    *("bf16", "int4", "int4_any", "mxfp4", "nvfp4", "levels", "int8", "fp8", "fp8_blocks"),
+    *("bf16", "int4", "int4_any", "int4_minima", "mxfp4", "nvfp4", "levels", "int5", "int6"),
+    *("int8", "int8_any", "int8_minima", "fp8", "fp8_blocks"),
     *("int8_tokens", "fp8_tokens", "fp8_blocks_tokens"),
 )
 _MOST_LEVEL = 8190  # eight products with whole numbers of 16 bits fit 32
@@ -55,6 +58,7 @@ ACTIVATIONS = {  # enum Activation of csrc/cpu/activation.inc
     "swiglustep": 2,
 }
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_TWO_LEVELS = 3  # such a type of scales
 WIDEST = 1024  # AMX beside AVX-512, of the instructions that the kernels may use
 COLUMNS = 32  # K and I are multiples of it
 # bf16 weights: rows per expert up to which the layer is faster than a grouped product at a time,
@@ -73,11 +77,12 @@ class Matrix(ctypes.Structure):
     """struct Matrix of csrc/cpu/experts.cpp."""
 
     _fields_ = [
-        *[(name, _pointer) for name in ("data", "scale", "zero_point", "global_", "bias")],
+        *[(name, _pointer) for name in ("data", "scale", "zero_point", "global_", "super")],
+        ("bias", _pointer),
         *[(name, _size) for name in ("expert", "row", "scale_expert", "scale_row")],
         *[(name, _size) for name in ("zero_expert", "zero_row", "bias_expert")],
-        *[(name, _size) for name in ("global_expert", "global_row")],
-        *[(name, _int) for name in ("groups", "scale_type", "bias_type")],
+        *[(name, _size) for name in ("global_expert", "global_row", "super_expert", "super_row")],
+        *[(name, _int) for name in ("groups", "scale_type", "minima", "bias_type")],
         ("levels", ctypes.c_int16 * 16),
         ("unit", ctypes.c_float),
     ]
@@ -137,13 +142,11 @@ def _decoder(scheme: str) -> str:
         of_group = {PER_MX_BLOCK: "mxfp4", PER_NV_BLOCK: "nvfp4"}.get(desc.group, "")
         fits = desc.is_mx if of_group == "mxfp4" else desc.global_scale
         return of_group if fits else ""
-    if desc.scale_dtype not in (torch.float32, None) or desc.minimum:
+    if desc.scale_dtype not in (torch.float32, torch.int8, None):
         return ""
-    if desc.format.levels:
-        return "levels" if _groups(desc) else ""
-    if desc.dtype == "int4":
-        return "int4_any" if _groups(desc) else ""
-    of_rows = desc.group in (PER_ROW, PER_TENSOR) and not desc.zero_point
+    if _groups(desc):
+        return _of_groups(desc)
+    of_rows = desc.group in (PER_ROW, PER_TENSOR) and not desc.has_zero
     if desc.dtype == "int8":
         return "int8" if of_rows else ""
     if desc.dtype == "e4m3" and desc.scale_dtype == torch.float32:
@@ -163,10 +166,23 @@ def _beside(desc: QuantDesc, tokens: QuantDesc) -> str:
     return "fp8_blocks_tokens" if blocks and desc.dtype == "e4m3" else ""
 
 
+def _of_groups(desc: QuantDesc) -> str:
+    """The decoder of weights with scales of groups of columns."""
+    if desc.format.levels:
+        return "levels"
+    if desc.dtype == "int8":
+        return "int8_minima" if desc.has_zero else "int8_any"
+    if desc.dtype == "int4":
+        return "int4_minima" if desc.minimum else "int4_any"
+    return desc.dtype
+
+
 def _groups(desc: QuantDesc) -> int:
-    """Scales of 128 columns of a row; 0 of groups of other sizes."""
-    cols = desc.group.cols
-    return 128 // cols if desc.group.rows == 1 and cols in (32, 64, 128) else 0
+    """Scales of 128 columns of a row, if `_of_groups` names a decoder of such weights, else 0."""
+    sizes = {"int4": (16, 32, 64, 128), "int8": (32, 64, 128)}
+    sizes |= dict.fromkeys(("int5", "int6"), sizes["int4"])
+    taken = sizes["int8"] if desc.format.levels else sizes.get(desc.dtype, ())
+    return 128 // desc.group.cols if desc.group.rows == 1 and desc.group.cols in taken else 0
 
 
 class Form(NamedTuple):
@@ -268,7 +284,7 @@ def _form(
     ids, weights = of_router
     activation = options.activation
     decoder, (E, K, _) = _decoder(scheme), w2.shape
-    I = w2.shape[2] * (2 if w2.dtype == torch.uint8 else 1)  # noqa: E741
+    I = get_scheme(scheme).logical_shape(*w2.shape)[2] if decoder else 0  # noqa: E741
     if (
         not (plain and dtype == torch.bfloat16 and out_dtype in (dtype, torch.float32))
         or options.router_weight_on_input
@@ -280,7 +296,7 @@ def _form(
     ):
         return None
     desc = get_scheme(scheme).weight
-    groups = _groups(desc) if desc is not None and decoder in ("int4_any", "levels") else 0
+    groups = 0 if desc is None else _groups(desc)
     if decoder == "int4_any" and all([_is_simple(weight, groups) for weight in (w13, w2)]):
         decoder = "int4"
     experts = Experts(
@@ -302,7 +318,7 @@ def _form(
     )
 
 
-_SCALE_TYPES = (*_TYPES, torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
+_SCALE_TYPES = (*_TYPES, torch.int8, torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
 
 def _readable(weight: _Facts) -> bool:
@@ -426,15 +442,20 @@ def _matrix(weight: _Facts, desc: QuantDesc | None, groups: int) -> Matrix:
         found.levels[:] = levels
     if weight.scale is not None:
         dtype, shape = weight.scale
-        found.scale_type = _TYPES.get(dtype, 0)
+        found.scale_type = _TWO_LEVELS if dtype == torch.int8 else _TYPES.get(dtype, 0)
         if len(shape) == 3:
             found.scale_expert = shape[1] * shape[2] * dtype.itemsize
             found.scale_row = shape[2] * dtype.itemsize
         elif shape[0] > 1:
             found.scale_expert = dtype.itemsize
-    if weight.zero_point is not None:
-        found.zero_expert = weight.zero_point[1] * weight.zero_point[2]
-        found.zero_row = weight.zero_point[2]
+    if weight.zero_point is not None and desc is not None:
+        found.minima = desc.minimum
+        found.zero_row = found.scale_row if desc.minimum else weight.zero_point[2]
+        found.zero_expert = found.zero_row * weight.zero_point[1]
+    if desc is not None and desc.two_levels:
+        columns = scales.unpacked_size(weight.shape[2], desc.format.bits)
+        found.super_row = columns // SUPER_BLOCK * desc.super_width * 2  # fp16
+        found.super_expert = found.super_row * rows
     if weight.global_scale is not None:  # fp32
         of_rows = len(weight.global_scale) > 1
         found.global_expert = 4 * (rows if of_rows else 1)

@@ -51,12 +51,15 @@ constexpr int64_t WINDOW = 16 << 10;
 
 // A weight of all experts: struct Matrix of backends/torch/layer.py. Strides in bytes.
 struct Matrix {
-    const uint8_t *data, *scale, *zero_point;  // zero_point uint8, or null
+    const uint8_t *data, *scale, *zero_point;  // zero_point of 8 bits, or minima of the scales' type, or null
     const float* global;                       // of each expert, or of each of its rows, or null
+    const uint16_t* super;                     // fp16 of 256 columns, of scales or of these and minima in turn, or null
     const void* bias;                          // (E, rows), or null
     int64_t expert, row, scale_expert, scale_row, zero_expert, zero_row, bias_expert, global_expert, global_row;
-    int32_t groups;         // of a step of 128 columns, where a scale is a group's: 1, 2 or 4
-    int32_t scale_type;     // 0 bf16, 1 fp16, 2 fp32
+    int64_t super_expert, super_row;
+    int32_t groups;         // of a step of 128 columns, where a scale is a group's: 1, 2, 4 or 8
+    int32_t scale_type;     // 0 bf16, 1 fp16, 2 fp32, 3 int8, which numbers of `super` multiply
+    int32_t minima;         // whether zero_point holds them
     int32_t bias_type;
     int16_t levels[16];     // what codes of 4 bits stand for, in units of `unit`
     float unit;
@@ -82,7 +85,8 @@ struct Call {  // the tensors in the order of ExpertsArgs; null where there are 
     struct Scales {
         const uint8_t *scale, *zero_point;
         const float* global;
-        const void *channel, *activation;
+        const uint16_t* super;
+        const void* activation;
     };
     void* out;
     const uint16_t* x;
@@ -96,7 +100,8 @@ struct Call {  // the tensors in the order of ExpertsArgs; null where there are 
 
 Experts filled(Experts form, const Call& call) {
     auto take = [](Matrix& m, const uint8_t* data, const Call::Scales& of, const void* bias) {
-        m.data = data, m.scale = of.scale, m.zero_point = of.zero_point, m.global = of.global, m.bias = bias;
+        m.data = data, m.scale = of.scale, m.zero_point = of.zero_point, m.global = of.global, m.super = of.super;
+        m.bias = bias;
     };
     form.x = call.x, form.ids = call.ids, form.weights = call.weights, form.map = call.map, form.out = call.out;
     form.x_row = call.x_row, form.weights_row = call.weights_row, form.ids_row = call.ids_row;
@@ -109,17 +114,48 @@ Experts filled(Experts form, const Call& call) {
 struct Weight {  // of one expert
     const uint8_t *data, *scale, *zero_point;
     const float* global;
+    const uint16_t* super;
 };
 
 Weight of_expert(const Matrix& m, int64_t e) {
     return {m.data + e * m.expert, m.scale + e * m.scale_expert,
             m.zero_point ? m.zero_point + e * m.zero_expert : nullptr,
-            m.global ? (const float*)((const uint8_t*)m.global + e * m.global_expert) : nullptr};
+            m.global ? (const float*)((const uint8_t*)m.global + e * m.global_expert) : nullptr,
+            m.super ? (const uint16_t*)((const uint8_t*)m.super + e * m.super_expert) : nullptr};
 }
 
 // The global scale of row n.
 inline float global_of(const Matrix& m, const Weight& w, int64_t n) {
     return *(const float*)((const uint8_t*)w.global + n * m.global_row);
+}
+
+// Numbers that groups have beside the codes of a row: scales, or minima.
+struct OfRow {
+    const uint8_t* at;
+    const uint16_t* super;
+    int type, stride;  // of `at`: Matrix.scale_type; of `super`
+
+    int64_t bytes(int64_t groups) const { return groups * (type == 2 ? 4 : type == 3 ? 1 : 2); }
+    void move(int64_t groups, int64_t steps) {
+        if (at) at += bytes(groups);
+        if (super) super += steps / 2 * stride;
+    }
+};
+
+inline OfRow scales_of(const Matrix& m, const Weight& w, int64_t n) {
+    const auto* super = (const uint16_t*)((const uint8_t*)w.super + n * m.super_row);
+    return {w.scale + n * m.scale_row, super, m.scale_type, 1 + m.minima};
+}
+
+inline OfRow minima_of(const Matrix& m, const Weight& w, int64_t n) {
+    OfRow of = scales_of(m, w, n);
+    of.at = m.minima ? w.zero_point + n * m.zero_row : nullptr;
+    if (of.super) of.super += 1;
+    return of;
+}
+
+inline const uint8_t* zero_points_of(const Matrix& m, const Weight& w, int64_t n) {
+    return w.zero_point && !m.minima ? w.zero_point + n * m.zero_row : nullptr;
 }
 
 // Of tokens as whole numbers of 16 bits, where the largest magnitude among some has these bits, NaN's being the
@@ -168,6 +204,12 @@ inline float weight_of(const Experts& a, int64_t p) {
     return number(a.weights, p / a.top_k * a.weights_row + p % a.top_k, a.weights_type);
 }
 
+// Of group g, of which a step of 128 columns has `groups`.
+inline float number(const OfRow& of, int64_t g, int groups) {
+    if (of.type < 3) return number(of.at, g, of.type);
+    return int8_t(of.at[g]) * widen_fp16(of.super[g / (2 * groups) * of.stride]);
+}
+
 #define INLINE TARGET __attribute__((always_inline)) inline
 #define INLINED TARGET __attribute__((always_inline))  // a lambda
 #if defined(__x86_64__)
@@ -200,6 +242,7 @@ namespace neon {
 #define LANES neon
 #include "lanes_neon.inc"
 #include "experts_fp32.inc"
+#include "integers_fp32.inc"
 #undef LANES
 #undef TARGET
 }  // namespace neon
@@ -551,11 +594,12 @@ struct Entry {
 template <class D>
 constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, layer<D>, FROM_ROWS<D>};
 // in the order of _DECODERS of backends/torch/layer.py
-#define ENTRIES(isa, of_integers)                                                                           \
-    {ENTRY<isa::Bf16>, ENTRY<of_integers::Int4>, ENTRY<of_integers::Int4Any>, ENTRY<of_integers::Mxfp4>,    \
-     ENTRY<of_integers::Nvfp4>, ENTRY<of_integers::Levels>, ENTRY<of_integers::Int8>, ENTRY<isa::Fp8>,      \
-     ENTRY<isa::Fp8Blocks>, ENTRY<of_integers::Int8Tokens>, ENTRY<isa::Fp8Tokens>,                          \
-     ENTRY<isa::Fp8BlocksTokens>}
+#define ENTRIES(isa, of_integers)                                                                               \
+    {ENTRY<isa::Bf16>, ENTRY<of_integers::Int4>, ENTRY<of_integers::Int4Any>, ENTRY<of_integers::Int4Minima>,   \
+     ENTRY<of_integers::Mxfp4>, ENTRY<of_integers::Nvfp4>, ENTRY<of_integers::Levels>, ENTRY<of_integers::Int5>, \
+     ENTRY<of_integers::Int6>, ENTRY<of_integers::Int8>, ENTRY<of_integers::Int8Any>,                           \
+     ENTRY<of_integers::Int8Minima>, ENTRY<isa::Fp8>, ENTRY<isa::Fp8Blocks>, ENTRY<of_integers::Int8Tokens>,    \
+     ENTRY<isa::Fp8Tokens>, ENTRY<isa::Fp8BlocksTokens>}
 
 int in_use = 0;  // instructions, as `widest` names them
 
@@ -602,7 +646,10 @@ bool many_rows(const Experts& a, const Entry* of) {
     return !a.batch_invariant && a.M * a.top_k >= from_rows * std::max(a.E, a.mapped);
 }
 
-bool of_tiles(const Experts& a) { return std::max(a.K, a.I) <= MOST_COLUMNS && many_rows(a, OF_AMX); }
+bool of_tiles(const Experts& a) {
+    // a tile has 32 columns
+    return std::max(a.K, a.I) <= MOST_COLUMNS && a.w13.groups <= 4 && many_rows(a, OF_AMX);
+}
 
 const Entry& entry_of(const Experts& a) {
     if (in_use < 512) return OF_AVX2[a.scheme];

@@ -10,6 +10,7 @@ import torch
 import moe_ops
 from moe_ops import activations, schemes
 from moe_ops.backends.torch import layer
+from moe_ops.numerics import elements
 
 BF16 = torch.bfloat16
 # sums are fp32; h and the output are rounded to bf16, by 2^-9 of a number at most
@@ -19,7 +20,10 @@ ROWS_OF_TILES = 8  # an expert, from which every format takes tiles
 SCHEMES = (
     *("", "int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g32", "int4_w4a16:g128:zp"),
     *("int4_w4a16:g32:zp", "mxfp4_w4a16", "nvfp4_w4a16", "int8_w8a16:channel"),
-    *("nf4_w4a16:g64", "fp4_w4a16:g32", "iq4_w4a16:g32"),
+    *("nf4_w4a16:g64", "fp4_w4a16:g32", "iq4_w4a16:g32", "iq4_w4a16:g32:super"),
+    *("int4_w4a16:g32:min", "int4_w4a16:g32:super:min", "custom:int4,1x16,int8,min"),
+    *("int5_w5a16:g32", "int5_w5a16:g32:min", "int5_w5a16:g32:super:min", "int6_w6a16:g16"),
+    *("int6_w6a16:g16:super", "int8_w8a16:g32", "int8_w8a16:g64:min", "int8_w8a16:g32:zp"),
     *("fp8_w8a16:channel", "fp8_w8a16:tensor", "fp8_w8a16:block"),
 )
 RUN = layer.run
@@ -119,7 +123,7 @@ def run(x, w13, w2, router, ids, **options):
 
 
 # K and I with a whole last step of 128 columns, and with 32, 64 and 96 of one
-@pytest.mark.parametrize(("K", "I"), [(256, 128), (320, 224), (96, 160)])
+@pytest.mark.parametrize(("K", "I"), [(256, 128), (320, 224), (96, 160), (512, 256)])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_schemes(native, scheme, K, I):  # noqa: E741
     try:
@@ -215,7 +219,13 @@ def test_activations_and_biases(native, activation, bias):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
-@pytest.mark.parametrize("scheme", ["int4_w4a16:g64:zp", "int4_w4a16:g128", "int8_w8a16:channel"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *("int4_w4a16:g64:zp", "int4_w4a16:g128", "int8_w8a16:channel", "int4_w4a16:g32:min"),
+        *("int8_w8a16:g32", "int8_w8a16:g64:zp", "int5_w5a16:g32:min", "int6_w6a16:g16"),
+    ],
+)
 def test_scales_of_any_type(native, scheme, dtype):
     x, (ids, router) = normal(5, 256, seed=3).to(BF16), routing(5, 4, 2)
     w13 = moe_ops.quantize((normal(4, 256, 256, seed=0) / 16).to(dtype), scheme)
@@ -316,6 +326,7 @@ def test_nan_of_a_weight_shows(native):
     [
         *("int4_w4a16:g32:zp", "mxfp4_w4a16", "nvfp4_w4a16", "fp8_w8a16:block", "int8_w8a16"),
         *("nf4_w4a16:g32", "fp4_w4a16:g64", "iq4_w4a16:g32"),
+        *("int8_w8a16:g32", "int5_w5a16:g32", "int6_w6a16:g16"),
     ],
 )
 def test_every_code(native, scheme):
@@ -324,16 +335,15 @@ def test_every_code(native, scheme):
     w13 = moe_ops.quantize((normal(1, 256, 256, seed=7) / 16).to(BF16), scheme)
     w2 = moe_ops.quantize(normal(1, 256, 128, seed=9).to(BF16), scheme)
     zero_points = getattr(w2, "zero_point", None)
-    codes = torch.zeros(256, 128, dtype=torch.uint8)
+    fmt = schemes.get_scheme(scheme).quantized_weight.format
+    codes = torch.full((256, 128), 0 if fmt.is_float else int(fmt.middle), dtype=torch.uint8)
     if zero_points is not None:
         codes = zero_points[0].repeat_interleave(32, 1)
     rows = torch.arange(256)
-    codes[rows, rows % 128] = rows.to(torch.uint8)
-    if w2.qdata.dtype == torch.uint8:  # two of 4 bits a byte
-        codes = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
-    elif w2.qdata.dtype == torch.float8_e4m3fn:
+    codes[rows, rows % 128] = (rows % 2**fmt.bits).to(torch.uint8)
+    if fmt.name == "e4m3":
         codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)  # without NaN
-    w2.qdata.view(torch.uint8)[0] = codes
+    w2.qdata.view(torch.uint8)[0] = elements.pack(codes, fmt)
     x, ids = normal(1, 256, seed=3).to(BF16), torch.zeros(1, 1, dtype=torch.int64)
     out = run(x, w13, w2, torch.ones(1, 1), ids)[0].double()
     exact = [w.dequantize(torch.float32).double() for w in (w13, w2)]
