@@ -112,6 +112,7 @@ class Call:
     arrives: bool = False  # the input arrives quantized
     batch_invariant: bool = False
     global_rows: bool = False  # each row of w13 has a global scale
+    rank: int = 0  # of eight adapters, of which each token has one; 0: tokens have none
 
 
 @dataclass(frozen=True)
@@ -390,7 +391,7 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
     E, top_k, K, I = call.shape  # noqa: E741
     activation, M = Activation(call.activation), call.M
     N = 2 * I if activation.gated else I
-    kind = library.KINDS[call.kind]
+    kind = library.ADAPTED if call.rank else library.KINDS[call.kind]
     w13_scheme, w2_scheme = schemes_of_layer(call.scheme)
     static = (activation_of := get_scheme(w13_scheme).activation) and activation_of.static
     scale = _empty(dtype=torch.float32) if static else None
@@ -424,8 +425,19 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
     shapes = chosen.workspace_shapes(M, problem_of(call))
     names = ("workspace13", "workspace2", "index_workspace")
     fields |= {n: _empty(*s.shape, dtype=s.dtype) for n, s in zip(names, shapes, strict=True)}
+    run = chosen.launch.get(call.kind)
+    if call.rank:
+        adapts, n, r = chosen.takes.adapts, 8, call.rank
+        assert adapts is not None, call.backend
+        run, size = adapts.run, adapts.elements(M, problem_of(call), (r, r))
+        sizes = {"a13": (r, K), "b13": (N, r), "a2": (r, I), "b2": (K, r)}
+        fields |= {name: _empty(n, E, *s, dtype=call.dtype) for name, s in sizes.items()}
+        fields["adapter_workspace"] = _empty(size, dtype=torch.float32)
+        fields["adapter_scales"] = _empty(n, dtype=torch.float32)
+        fields["adapter_ids"] = _empty(M, dtype=call.ids)
+    assert run is not None, call.kind
     with _compiling(gpu, arch, compiles) as found:
-        chosen.launch[call.kind](kind.args(**{n: fields[n] for n in kind.args._fields}))
+        run(kind.args(**{n: fields[n] for n in kind.args._fields}))
     return found
 
 
@@ -679,6 +691,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=["", DEEP_GEMM_UE8M0, TRITON_E2M1], default="")
     parser.add_argument("--activation", default="silu")
     parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--rank", type=int, default=0, help="of adapters of tokens; 0: none")
     parser.add_argument("--arrives", action="store_true", help="the input arrives quantized")
     parser.add_argument("--backend", choices=["triton", "deep_gemm", "cutlass"], default="triton")
     arguments = parser.parse_args()
@@ -698,6 +711,7 @@ def main() -> None:
                     backend=arguments.backend,
                     layout=arguments.layout,
                     arrives=arguments.arrives,
+                    rank=arguments.rank,
                 )
                 if reasons := refused(call, arguments.arch):
                     print(f"{shape} {scheme or 'bf16'} M={M}: {'; '.join(reasons)}")

@@ -176,11 +176,26 @@ def calls() -> Iterator[AnyCall]:
         yield Call((16, 2, 4096, 6400), 32, scheme)  # GEMM2 has a wave and a short one
     yield Call((60, 8, 7168, 512), 1, "fp8_block", transposed=True)
     yield Call((8, 2, 4096, 2048), 4096)  # blocks are mostly full
+    yield from _adapted()
     yield from _around_products()
     yield from _routers()
     yield from _steps()
     yield from _exchanges()
     yield from _slots()
+
+
+def _adapted() -> Iterator[Call]:
+    """Layers whose tokens have adapters, by each family of kernels that adds them."""
+    for name in ("qwen3", "mixtral", "gptoss20"):
+        for scheme in ("", "fp8_block", "fp8_channel", "int4_w4a16:g32", "int8_w8a16:channel"):
+            for M in (1, 8, 64, 1024):
+                yield Call(SHAPES[name], M, scheme, rank=16)
+    qwen3 = SHAPES["qwen3"]
+    for scheme in ("int8_w8a8_static", "mxfp4_w4a16", "nvfp4", "int4_w4a8"):
+        yield Call(qwen3, 64, scheme, rank=16)
+    for rank in (8, 64, 128):
+        yield Call(qwen3, 64, rank=rank, activation="relu2_no_mul", ids=torch.int64)
+    yield Call(SHAPES["odd"], 8, dtype=torch.float32, rank=3)
 
 
 def _around_products() -> Iterator[Call]:
@@ -299,6 +314,7 @@ def one_each(arch: Arch) -> list[Reached]:
     reached at all. The rest is asked only where a kernel is missing.
     """
     rare = [
+        *_adapted(),
         *_routers(),
         *_around_products(),
         *_steps(),

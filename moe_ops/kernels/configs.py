@@ -14,6 +14,7 @@ from moe_ops.meta.workspace import cdiv, minimum
 from moe_ops.schemes import ELEMENT_FORMATS
 
 GROUP_M = 16  # blocks that use one weight tile in turn, while it is in L2
+MOST_SHARES = 8  # programs that share the columns of a sum in `gemm/token_adapters.py`
 SMALLEST_BLOCK_M = 16  # tokens: the fewest of a tensor-core instruction of the kernels in `gemm`
 SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "gemv"
 SM90_MMA = "sm90_mma"  # one token

@@ -231,8 +231,13 @@ def adapted_calls(name: str, variant: str, device: str) -> list[Call]:
         matrices[:2] = (None, None)
     stack = moe_ops.LoRAStack(*matrices, torch.tensor([0.5, 2.0], device=device))
     ids = torch.tensor([1, -1, 0, 7], device=device)[:M]
-    call = experts_call("experts", variant, device, "auto", stack=stack, adapter_ids=ids)
-    return recorded(call, name)
+    found = []
+    for backend in ("torch", "triton"):
+        if can_run(backends.named(backend), device):
+            of_tokens = {"stack": stack, "adapter_ids": ids}
+            call = experts_call("experts", variant, device, backend, **of_tokens)
+            found += recorded(call, name)
+    return found
 
 
 def route_calls(name: str, variant: str, device: str) -> list[Call]:

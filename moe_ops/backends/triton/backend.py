@@ -29,6 +29,8 @@ import torch
 
 from moe_ops import environment
 from moe_ops.backend import (
+    AdaptedArgs,
+    Adapts,
     Backend,
     Buffer,
     Exchanges,
@@ -44,7 +46,7 @@ from moe_ops.backend import (
     round_up,
 )
 from moe_ops.backends.triton.relayout import RELAYOUTS
-from moe_ops.kernels.configs import SMALLEST_BLOCK_M, block_bound
+from moe_ops.kernels.configs import MOST_SHARES, SMALLEST_BLOCK_M, block_bound
 from moe_ops.kernels.launch import INTERPRETED, NATIVE_CAPABILITY
 from moe_ops.kernels.mixed_gemm import configs as mixed_configs
 from moe_ops.kernels.mixed_gemm import operands
@@ -281,6 +283,23 @@ def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
     return [] if reason is None else [reason]
 
 
+def adapter_elements(M: int, problem: Problem, ranks: tuple[int, int]) -> int:
+    """fp32 elements of the workspace of adapters of tokens: those that are made narrow, a few sums
+    of each, and what is added before the activation (kernels/gemm/token_adapters.py).
+    """
+    pairs = M * problem.top_k
+    added = cdiv(pairs * problem.num_rows * problem.dtype.itemsize, 4) if ranks[0] else 0
+    return MOST_SHARES * pairs * max(ranks) + added
+
+
+def why_not_adapted(problem: Problem, machine: Machine) -> list[str]:
+    """Reasons why tokens of a problem that runs here may not have adapters."""
+    w13, w2 = problem.schemes
+    if w13 != w2:
+        return ["triton adds adapters of tokens where w13 and w2 have one scheme"]
+    return []
+
+
 _PLAIN = {kind: Lazy(f"moe_ops.backends.triton.plain:{kind}") for kind in KINDS}
 _MIXED = {kind: Lazy(f"moe_ops.backends.triton.mixed:{kind}") for kind in KINDS}
 _TWO = {
@@ -300,6 +319,16 @@ def _launch(kind: str) -> Callable:
         run(args) if passes is None else run(args, passes)
 
     return launch
+
+
+_plain_adapted, _mixed_adapted = [
+    Lazy(f"moe_ops.backends.triton.{file}:adapted_experts") for file in ("plain", "mixed")
+]
+
+
+def _launch_adapted(args: AdaptedArgs) -> None:
+    launch = _mixed_adapted if args.scheme in _MIXED_SCHEMES else _plain_adapted
+    launch(args)
 
 
 BACKEND = register(
@@ -323,6 +352,7 @@ BACKEND = register(
             chunked=True,
             resident_on=("cuda", "cpu"),
             passes=_launch("experts"),
+            adapts=Adapts(_launch_adapted, adapter_elements, why_not_adapted),
             depends_on_batch=depends_on_batch,
         ),
         exchanges=Exchanges(adds_ranks=True),

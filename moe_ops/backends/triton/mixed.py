@@ -26,6 +26,7 @@ from moe_ops.kernels.configs import (
     LayerConfig,
 )
 from moe_ops.kernels.gemm.operands import Output
+from moe_ops.kernels.gemm.token_adapters import AdapterProducts
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import configs, gemv, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand, operand
@@ -35,7 +36,7 @@ from moe_ops.kernels.rows.e4m3_int8 import counted
 from moe_ops.kernels.rows.emulated import decode_x, round_x
 from moe_ops.kernels.rows.rounding import Rounding, rounding_of, x_elements
 from moe_ops.kernels.rows.scales import Shared, input_of
-from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+from moe_ops.ops.args import AdaptedArgs, BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks
 from moe_ops.pipeline.gathered import (
     AnyArgs,
@@ -49,14 +50,21 @@ from moe_ops.pipeline.gathered import (
 MAX_EXPERTS = 1024  # fewer of whose rows kernels/place/place.py counts in workspace2
 
 
-def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
-    """Launch `moe_ops::triton_experts`, in passes if there are any."""
+def experts(
+    a: ExpertsArgs, passes: Passes | None = None, adapted: AdapterProducts | None = None
+) -> None:
+    """Launch `moe_ops::triton_experts`, in passes if there are any, or with adapters of tokens,
+    which the kernels of sm80_mma.py and sm90_wgmma.py add.
+    """
     M, top_k = a.topk_ids.shape
     if M == 0:
         return
     gpu = launch.gpu(a.hidden_states.get_device())
     w13, w2 = _weights(a, gpu)
     sizes = LayerSizes(M * top_k, a.num_experts, w2.N, w2.K, gpu, top_k, a.global_experts)
+    if adapted is not None:
+        layer = _layer(a, w13, w2, sizes, whole=False, packed=False)
+        return layer._replace(adapted=adapted).launch(a)
     if passes is None:
         return _layer(a, w13, w2, sizes).launch(a)
 
@@ -74,6 +82,7 @@ def _layer(
     w2: MixedOperand,
     layer: LayerSizes,
     whole: bool = True,  # kernels of whole layers may run
+    packed: bool = True,  # and those of sm90_packed.py
 ) -> MixedLayer:
     """The MixedLayer of a call, or of a part of it."""
     activation, rounding = activated(a.options.activation), rounding_of(a.scheme)
@@ -89,7 +98,7 @@ def _layer(
     elif a.options.batch_invariant:
         config = choose.for_any_batch(layer, w2.format.bits, dtype, False)
     else:
-        config = _config(a, layer, w13, w2, dtype, rounding, whole)
+        config = _config(a, layer, w13, w2, dtype, rounding, whole, packed)
     if config.kernel != SM90_WGMMA:
         return MixedLayer(w13, w2, activation, rounding, config, layer.gpu)
     split_k = configs.split_k_of(w2, config.gemm2, config.split_k, layer.pairs)
@@ -143,10 +152,11 @@ def _config(
     dtype: torch.dtype,
     rounding: Rounding | None,
     whole: bool,
+    packed: bool,
 ) -> LayerConfig:
     """The config of a layer, by the number of tokens."""
     wgmma = one_token = False
-    many = choose.many_rows(layer, w2.format.bits)
+    many = packed and choose.many_rows(layer, w2.format.bits)
     many = many and runs_packed(a, w13, w2, rounding)
     token = None
     if whole and layer.pairs == layer.top_k and rounding is None:
@@ -174,6 +184,11 @@ def _config(
             "compute capability 9.0; moe_ops.prepare(weight, 'torch') brings them back"
         )
     return config
+
+
+def adapted_experts(a: AdaptedArgs) -> None:
+    """Launch `moe_ops::adapted_experts`."""
+    experts(a.experts, adapted=AdapterProducts(a.adapters, a.adapter_workspace))
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:

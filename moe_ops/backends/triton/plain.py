@@ -19,12 +19,13 @@ from moe_ops.kernels.activation import Activated, activated
 from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
 from moe_ops.kernels.gemm.operands import Output, Scaling, Weight, bias_of, scaling_of, weight_of
+from moe_ops.kernels.gemm.token_adapters import NOTHING_ADDED, AdapterProducts, Where
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.place.routing import sorted_rows
 from moe_ops.kernels.place.sort import group_blocks
 from moe_ops.kernels.rows.e4m3_int8 import counted, quantize_x
 from moe_ops.kernels.rows.scales import NUM_PARTIALS, Shared, hidden, input_of, of_arrived
-from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
+from moe_ops.ops.args import AdaptedArgs, BatchedExpertsArgs, ExpertsArgs, GroupedLinearArgs
 from moe_ops.ops.chunks import batched_chunks
 from moe_ops.pipeline.gathered import (
     AnyArgs,
@@ -39,8 +40,12 @@ from moe_ops.pipeline.gathered import (
 )
 
 
-def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
-    """Launch `moe_ops::triton_experts`, in passes if there are any."""
+def experts(
+    a: ExpertsArgs, passes: Passes | None = None, adapted: AdapterProducts | None = None
+) -> None:
+    """Launch `moe_ops::triton_experts`, in passes if there are any, or with adapters of tokens,
+    which the kernels of sm80_mma.py add.
+    """
     (M, top_k), device = a.topk_ids.shape, a.hidden_states.get_device()
     if M == 0:
         return
@@ -53,10 +58,10 @@ def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
     if a.options.batch_invariant and not same_bits_in_all_tiles(dtype, device):
         config = for_any_batch(layer, dtype.itemsize, False, *scales, activation.GATED)
     else:
-        tma = pairs >= LARGE_ROWS * routed
+        tma = pairs >= LARGE_ROWS * routed and adapted is None
         tma = tma and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
         # gemv.py has whole layers, and sums in another order
-        one_token = M == 1 and passes is None and not a.options.batch_invariant
+        one_token = M == 1 and passes is None and adapted is None and not a.options.batch_invariant
         one_token = one_token and gemv.why_not(w13, w2, top_k, scaling) is None
         kernels = (activation.GATED, tma, one_token, a.options.batch_invariant)
         config = for_experts(layer, dtype, a.scheme, scales, *kernels)
@@ -71,7 +76,11 @@ def experts(a: ExpertsArgs, passes: Passes | None = None) -> None:
         )
     parts = parts_of(a)
     start = parts[0].topk_ids.numel() * K if scaling.X_SCALE == "tensor" else None
-    run_layer(a, parts, lambda part, shared: _products(part, (w13, w2), *how, shared), gpu, start)
+
+    def products(part: ExpertsArgs, shared: Shared | None) -> GatheredProducts:
+        return _products(part, (w13, w2), *how, shared, adapted)
+
+    run_layer(a, parts, products, gpu, start)
 
 
 def _products(
@@ -82,6 +91,7 @@ def _products(
     config: LayerConfig,
     gpu: Gpu,
     shared: Shared | None = None,  # the one scale of x and of h of a call in parts
+    adapted: AdapterProducts | None = None,
 ) -> GatheredProducts:
     """The launches of both products for a layer or a part of it."""
     w13, w2 = weights
@@ -109,6 +119,12 @@ def _products(
         before = p.table(gpu)
     # rounded, under `batch_invariant`, as `cutlass` rounds it
     y = y_of(a, p.h_rows, K, dtype if a.options.batch_invariant else torch.float32)
+    of_adapters = NOTHING_ADDED
+    if adapted is not None:
+        where = Where(p.h_rows, p.routing, config.block_m, gpu)
+        N = w13.data.shape[1]
+        of_adapters = adapted.around(a.hidden_states, p.on_input, N, dtype, h, y, where)
+        before = [*before, *of_adapters.before]
     b13, b2, routing, block_m = bias_of(a.w13_bias), bias_of(a.w2_bias), p.routing, config.block_m
     if config.kernel == SM90_TMA:
         gemm1 = sm90_tma.gemm1(h, x, w13, b13, routing, on_input, activation, first, config, gpu)
@@ -116,10 +132,11 @@ def _products(
     else:
         gemm1 = sm80_mma.gemm1(
             h, x, w13, b13, routing, on_input, activation, first, h_scale, config.gemm1, block_m,
-            gpu,
+            gpu, of_adapters.added,
         )  # fmt: skip
         gemm2 = sm80_mma.gemm2(y, h, w2, b2, routing, scaling, config.gemm2, block_m, gpu)
-    return GatheredProducts([*before, gemm1], [gemm2], routing, y)
+    second = [*of_adapters.between, gemm2, *of_adapters.after]
+    return GatheredProducts([*before, gemm1], second, routing, y)
 
 
 def _weights(a: AnyArgs, gpu: Gpu) -> tuple[Weight, Weight]:
@@ -128,6 +145,11 @@ def _weights(a: AnyArgs, gpu: Gpu) -> tuple[Weight, Weight]:
         weight_of("w13", a.w13, a.w13_scale, scheme, dtype, gpu),
         weight_of("w2", a.w2, a.w2_scale, scheme, dtype, gpu),
     )
+
+
+def adapted_experts(a: AdaptedArgs) -> None:
+    """Launch `moe_ops::adapted_experts`."""
+    experts(a.experts, adapted=AdapterProducts(a.adapters, a.adapter_workspace))
 
 
 def batched_experts(a: BatchedExpertsArgs) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import GEMV, SM90_MMA, SM90_PACKED, SM90_WGMMA, LayerConfig
+from moe_ops.kernels.gemm.token_adapters import NOTHING_ADDED, AdapterProducts, InChunks, Where
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.mixed_gemm import configs, gemv, packed, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand
@@ -77,10 +78,11 @@ class MixedLayer(NamedTuple):
     config: LayerConfig
     gpu: Gpu
     split_k: int = 1  # of sm90_wgmma.py
+    adapted: AdapterProducts | None = None
 
     def launch(self, a: ExpertsArgs) -> None:
         """Launch the layer."""
-        w13, w2, activation, rounding, config, gpu, _ = self
+        w13, w2, activation, rounding, config, gpu, *_ = self
         device, parts, start = a.hidden_states.get_device(), parts_of(a), None
         if config.kernel == GEMV:
             return launch.run(gemv.launches(a, w13, w2, activation, config, gpu), device, gpu)
@@ -105,7 +107,7 @@ class MixedLayer(NamedTuple):
 
     def mma(self, a: AnyArgs, shared: Shared | None = None) -> GatheredProducts:
         """Products by mixed_gemm/sm80_mma.py."""
-        w13, w2, activation, rounding, config, gpu, _ = self
+        w13, w2, activation, rounding, config, gpu, _, adapted = self
         p = placed(a, w2.E, config, gpu)
         x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
         before, on_input = p.table(gpu), p.on_input
@@ -122,18 +124,29 @@ class MixedLayer(NamedTuple):
                 more, x = decode_x(rounding, x, whole, *sizes, zero, gpu)
             before = [*before, *more]
         y, how = y_of(a, p.h_rows, w2.N, torch.float32), (config.block_m, gpu)
+        of_adapters = NOTHING_ADDED
+        if adapted is not None:
+            where = Where(p.h_rows, p.routing, config.block_m, gpu)
+            written = Input(h.written, 0, w2.K, 1)
+            of_adapters = adapted.around(
+                a.hidden_states, p.on_input, w13.N, a.dtype, written, y, where
+            )
         gemm1 = sm80_mma.gemm1(
-            *(h.written, h.amax, x, w13, p.routing, on_input, activation, config.gemm1, *how)
+            *(h.written, h.amax, x, w13, p.routing, on_input, activation, config.gemm1, *how),
+            of_adapters.added,
         )
         gemm2 = sm80_mma.gemm2(y, h.read, w2, p.routing, config.gemm2, *how)
-        return GatheredProducts([*before, gemm1], [*h.launches, gemm2], p.routing, y)
+        second = [*of_adapters.between, *h.launches, gemm2, *of_adapters.after]
+        return GatheredProducts([*before, *of_adapters.before, gemm1], second, p.routing, y)
 
     def wgmma(self, a: ExpertsArgs, _: Shared | None = None) -> GatheredProducts:
         """Products of weights of 4 and 8 bits by mixed_gemm/sm90_wgmma.py."""
-        w13, w2, activation, rounding, config, gpu, split_k = self
+        w13, w2, activation, rounding, config, gpu, split_k, adapted = self
         pairs, K, block_m = a.topk_ids.numel(), w2.N, config.block_m
         E = a.num_experts if a.options.slots else w2.E
-        p = placed(a, E, config, gpu, unsorted=configs.max_unsorted_pairs(pairs, E) > 0)
+        routed = adapted is not None  # kernels of adapters read the table of blocks
+        unsorted = configs.max_unsorted_pairs(pairs, E) > 0 and not routed
+        p = placed(a, E, config, gpu, unsorted)
         x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
         on_input = before = p.on_input
         dtype, x_scale, I = x.data.dtype, None, w2.padded_k  # noqa: E741
@@ -154,25 +167,37 @@ class MixedLayer(NamedTuple):
         # Rounded where a program has all of a sum: half the bytes to write and read.
         rounds = split_k == 1 and (a.options.batch_invariant or a.out.dtype == torch.bfloat16)
         rounds = rounds and a.dtype == torch.bfloat16  # fp16 holds no sum above 65504
+        rounds = rounds and adapted is None  # whose part is added to y
         y = y_of(a, split_k * pairs, K, torch.bfloat16 if rounds else torch.float32)
         of_pairs = kernels.pair_routing(p.routing, pairs)
         # For few pairs `permute_tokens` writes before gdc_wait, so that no launch before it may
         # use workspace2. For at most `max_unsorted_pairs` the GEMMs read ids before gdc_wait, so
         # that no launch of this layer may write ids.
+        of_adapters = NOTHING_ADDED
+        if adapted is not None:
+            where, written = Where(pairs, p.routing, block_m, gpu), Input(h.written, 0, I, 1)
+            bits = w13.wgmma_format.x_bits
+            chunks = InChunks(w2.k_chunk, w2.format.bits, bits, w2.K % w2.k_chunk > 0)
+            of_adapters = adapted.around(
+                a.hidden_states, p.on_input, w13.N, a.dtype, written, y, where, chunks
+            )
         first = [
             *p.table(gpu),
             kernels.permute_tokens(
-                *(permuted, x, w13, of_pairs, before, rounding, x_scale, block_m), gpu
+                *(permuted, x, w13, of_pairs, before, rounding, x_scale, block_m, gpu, routed)
             ),
+            *of_adapters.before,
             kernels.gemm1(
                 *(h.written, permuted, w13, w2, of_pairs, on_input, activation),
-                *(config.gemm1, block_m, gpu, x_scale),
+                *(config.gemm1, block_m, gpu, x_scale, routed, of_adapters.added),
             ),
         ]
         gemm2 = kernels.gemm2(
-            *(y.data, h.read.data, w2, of_pairs, config.gemm2, block_m, split_k, gpu, h.read.scale)
+            *(y.data, h.read.data, w2, of_pairs, config.gemm2, block_m, split_k, gpu),
+            *(h.read.scale, routed),
         )
-        return GatheredProducts(first, [*h.launches, gemm2], p.routing, y, split_k)
+        second = [*of_adapters.between, *h.launches, gemm2, *of_adapters.after]
+        return GatheredProducts(first, second, p.routing, y, split_k)
 
     def packed(self, a: ExpertsArgs) -> list[Launch]:
         """All launches by mixed_gemm/sm90_packed.py, whose products read rows that are sorted

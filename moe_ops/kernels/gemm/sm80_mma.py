@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import GemmConfig
@@ -46,7 +47,15 @@ from moe_ops.kernels.device.e4m3 import (
 from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.gemm.operands import Bias, GemmTile, Output, Scaling, Weight, tile_of
-from moe_ops.kernels.launch import Constant, Gpu, Launch, Specialized, arguments, kernel
+from moe_ops.kernels.launch import (
+    Constant,
+    Gpu,
+    Launch,
+    Pointer,
+    Specialized,
+    arguments,
+    kernel,
+)
 from moe_ops.kernels.place.routing import RouterWeights, Routing
 from moe_ops.kernels.rows.scales import Input
 from moe_ops.meta.workspace import cdiv
@@ -234,6 +243,7 @@ class Gemm1:
     x: Input
     w: Weight  # (E, N, K)
     bias: Bias  # (E, N)
+    added: Pointer  # (S, N) at the block's positions, added before the activation, or None
     routing: Routing
     topk_weights: RouterWeights  # (M, top_k), if they scale the input
     K: Specialized
@@ -276,6 +286,7 @@ def moe_ops_gemm1(
     bias_ptr,
     bias_stride_e,
     bias_stride_n,
+    added_ptr,
     index_ptr,
     ids_ptr,
     map_ptr,
@@ -395,6 +406,10 @@ def moe_ops_gemm1(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + e64 * bias_stride_e + row * bias_stride_n, mask=w_ok, other=0.0)
         acc += bias.to(tl.float32)[:, None]
+    if added_ptr is not None:
+        added_ptrs = added_ptr + position.to(tl.int64)[None, :] * (2 * I if GATED else I)
+        added = tl.load(added_ptrs + row[:, None], mask=w_ok[:, None] & ok[None, :], other=0.0)
+        acc += added.to(tl.float32)
     if GATED:
         if INTERLEAVED:
             g, u = acc.reshape(BLOCK_I, 2, BLOCK_M).permute(0, 2, 1).split()
@@ -581,8 +596,9 @@ def gemm1(
     config: GemmConfig,
     block_m: int,
     gpu: Gpu,
+    added: Tensor | None = None,  # (pairs, N) at the blocks' positions
 ) -> Launch:
-    """h = activation(x @ w.T + bias)."""
+    """h = activation(x @ w.T + bias + added)."""
     _, N, K = w.data.shape
     gated = activation.GATED
     I, block_i = (N // 2, config.block_n // 2) if gated else (N, config.block_n)  # noqa: E741
@@ -591,6 +607,7 @@ def gemm1(
         x=x,
         w=w,
         bias=bias,
+        added=added,
         routing=routing,
         topk_weights=topk_weights,
         K=K,

@@ -409,6 +409,15 @@ class RowStride(NamedTuple):
     k: Specialized
 
 
+@unprefixed
+class MixedHidden(NamedTuple):
+    """What a first GEMM writes, and adds before the activation."""
+
+    h: Pointer  # (S, I), written at the block's positions
+    h_amax: Pointer  # (1,) fp32, raised to the largest magnitude of h, or None
+    added: Pointer  # (S, N) at the block's positions, or None
+
+
 class OutputStride(NamedTuple):
     """Strides of rows that are written: a row of expert e is at e * stride_e + row * stride_m."""
 
@@ -419,8 +428,7 @@ class OutputStride(NamedTuple):
 
 @arguments
 class Gemm1:
-    h: Pointer  # (S, I), written at the block's positions
-    h_amax: Pointer  # (1,) fp32, raised to the largest magnitude of h, or None
+    hidden: MixedHidden
     input: MixedInput  # (M, K), or (E, T, K) as rows
     w: Pointer  # (E, N, bytes of K columns)
     pointers: MixedPointers
@@ -440,6 +448,7 @@ class Gemm1:
 def moe_ops_mixed_gemm1(
     h_ptr,
     h_amax_ptr,
+    added_ptr,
     x_ptr,
     x_scale_ptr,
     x_scale_stride_m,
@@ -559,6 +568,10 @@ def moe_ops_mixed_gemm1(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + e64 * bias_stride_e + row * bias_stride_n)
         acc += bias.to(tl.float32)[None, :]
+    if added_ptr is not None:
+        added_ptrs = added_ptr + position.to(tl.int64)[:, None] * (2 * I if GATED else I)
+        added = tl.load(added_ptrs + row[None, :], mask=ok[:, None], other=0.0)
+        acc += added.to(tl.float32)
     if GATED:
         g, u = acc.reshape(BLOCK_M, BLOCK_I // EACH, 2, EACH).permute(0, 1, 3, 2).split()
         g = g.reshape(BLOCK_M, BLOCK_I)
@@ -717,15 +730,15 @@ def gemm1(
     config: GemmConfig,
     block_m: int,
     gpu: Gpu,
+    added: Tensor | None = None,  # (pairs, N) at the blocks' positions
 ) -> Launch:
-    """h = activation(x @ w.T + bias)."""
+    """h = activation(x @ w.T + bias + added)."""
     K, N = w.K, w.N
     gated = activation.GATED
     I, block_i = (N // 2, config.block_n // 2) if gated else (N, config.block_n)  # noqa: E741
     same_dtype = w.scale.dtype == x.data.dtype
     args = Gemm1(
-        h=h,
-        h_amax=h_amax,
+        hidden=MixedHidden(h, h_amax, added),
         input=MixedInput(x.ptr, x.scale, x.scale_stride_m),
         w=w.data,
         pointers=w.pointers,

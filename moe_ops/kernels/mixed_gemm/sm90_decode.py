@@ -15,6 +15,7 @@ instead of 17.
 """
 
 from moe_ops.kernels.device.gluon import gl, gluon
+from moe_ops.kernels.device.permutation import log2
 from moe_ops.kernels.mixed_gemm.decode import in_pairs, is_e2m1, scale_above, scale_bf16x2
 from moe_ops.kernels.mixed_gemm.levels import EXCHANGED, is_level, level_pair
 from moe_ops.meta.scales import rows_side_by_side
@@ -30,12 +31,6 @@ INT4_LOW_BITS, INT4_HIGH_BITS, INT4_OFFSET_BITS = (
 INT4_LOW_ABOVE_BITS, INT4_HIGH_ABOVE_BITS, INT4_OFFSET_ABOVE_BITS = (
     gl.constexpr(n) for n in (0x5F00, 0x5D00, 0x9E00 - 65536)
 )
-
-
-@gluon.constexpr_function
-def log2(n):
-    """The binary logarithm of a power of two."""
-    return n.bit_length() - 1
 
 
 @gluon.constexpr_function
@@ -70,23 +65,6 @@ def split_scales(s, SCALE: gl.constexpr):
     else:
         both = gl.join((s & 0xFF).to(gl.uint8), (s >> 8).to(gl.uint8))
         return both.reshape((s.shape[0], 2 * s.shape[1]))
-
-
-@gluon.constexpr_function
-def permutation_bits(K_CHUNK, W_BITS, X_BITS):
-    """The permutation of a chunk's columns, as a permutation of the bits of their indices.
-
-    Bit i of a column's permuted index is bit `permutation_bits[i]` of the column. In the index of
-    a byte, bits 0 and 1 are its place within a word of 4 bytes, the next bits the word of a
-    thread, and the last two the thread. For X_BITS = 8 it is the index of one of four columns, of
-    which a word of weights has two times four.
-    """
-    if X_BITS == 8:
-        bits = log2(K_CHUNK)
-        return [0, 1, bits - 2, bits - 1, *range(2, bits - 2)]
-    bits = log2(K_CHUNK * W_BITS // 8)
-    order = [1, bits - 2, bits - 1, 0, *range(2, bits - 2)]
-    return order if W_BITS == 8 else [bit + 1 for bit in order] + [0]
 
 
 @gluon.constexpr_function

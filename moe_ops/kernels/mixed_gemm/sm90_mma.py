@@ -42,6 +42,7 @@ from moe_ops.kernels.device.gluon import (
     wait_warp_copies,
 )
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.device.permutation import log2
 from moe_ops.kernels.device.sums import add_terms, expert_of_pair
 from moe_ops.kernels.launch import (
     Constant,
@@ -65,7 +66,6 @@ from moe_ops.kernels.mixed_gemm.sm90_decode import (
     decode_weights,
     grouped_layout,
     groups_per_chunk,
-    log2,
     scale_rows,
     scales_per_element,
 )

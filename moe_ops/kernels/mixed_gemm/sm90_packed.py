@@ -37,6 +37,7 @@ from moe_ops.kernels.device.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from moe_ops.kernels.device.permutation import log2
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,
@@ -88,7 +89,6 @@ from moe_ops.kernels.mixed_gemm.packed import (
     decoding_of,
     scales_of_rows,
 )
-from moe_ops.kernels.mixed_gemm.sm90_decode import log2
 from moe_ops.kernels.mixed_gemm.sm90_mainloop import advance_slot
 from moe_ops.kernels.place.routing import Routing
 from moe_ops.meta.workspace import cdiv

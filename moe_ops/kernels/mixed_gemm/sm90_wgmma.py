@@ -51,6 +51,7 @@ from moe_ops.kernels.device.e4m3 import (
 )
 from moe_ops.kernels.device.gluon import Boxes, fence_async_shared, gl, gluon, reinterpret
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.device.permutation import permuted_column_of_row
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,
@@ -78,7 +79,6 @@ from moe_ops.kernels.mixed_gemm.operands import (
 )
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
     operand_bits,
-    permutation_bits,
     scale_rows,
     weight_bits,
 )
@@ -114,27 +114,6 @@ from moe_ops.numerics.elements import e4m3_to_float32, round_products_to_e4m3
 PERMUTED_COLUMNS = 1024  # columns of a row that a program permutes: 16 bytes a thread
 MAX_EARLY_PAIRS = gl.constexpr(16)  # of a tile, for which its pairs are asked for before
 WHOLE_ROW = 4096  # columns of the longest row that one program rounds at once
-
-
-@triton.jit
-def permuted_column(column, BITS: tl.constexpr):
-    """Index of a column within its chunk after the fragment permutation (`permutation_bits`)."""
-    permuted = column * 0
-    for i in tl.static_range(len(BITS)):
-        permuted |= (column >> BITS[i] & 1) << i
-    return permuted
-
-
-@triton.jit
-def permuted_column_of_row(
-    column, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr, X_BITS: tl.constexpr
-):
-    """Index of a column within its row after the fragment permutation; of W_BITS 16 none."""
-    if W_BITS == 16:
-        return column
-    else:
-        BITS: tl.constexpr = permutation_bits(K_CHUNK, W_BITS, X_BITS)
-        return column // K_CHUNK * K_CHUNK + permuted_column(column % K_CHUNK, BITS)
 
 
 @triton.jit
@@ -481,7 +460,8 @@ def taken_ptr(index_ptr, S, GEMM: gl.constexpr, MAX_UNSORTED_PAIRS: gl.constexpr
 
 @gluon.jit
 def store_hidden(
-    acc, first, end, e, n, h_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr, index_ptr,
+    acc, first, end, e, n, h_ptr, added_ptr, w_scale_ptr, w_factor_ptr, bias_ptr, x_scale_ptr,
+    index_ptr,
     num_blocks, top_k, topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, I,
     w_scale_stride_e, w_scale_stride_n, w_factor_stride_e, w_factor_stride_n,
     bias_stride_e, bias_stride_n, alpha, beta, limit,
@@ -517,6 +497,11 @@ def store_hidden(
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + expert64 * bias_stride_e + row * bias_stride_n)
         acc += gl.expand_dims(bias.to(gl.float32), 1)
+    if added_ptr is not None:
+        added_ptrs = added_ptr + gl.expand_dims(position.to(gl.int64) * (2 * I if GATED else I), 0)
+        added_ptrs += gl.expand_dims(row, 1)
+        here = gl.expand_dims(position >= first, 0) & gl.expand_dims(row >= 0, 1)
+        acc += gl.load(added_ptrs, mask=here, other=0.0).to(gl.float32)
     if GATED:
         gate, up = acc.reshape((BLOCK_I // 8, 2, 8, BLOCK_M)).permute((0, 2, 3, 1)).split()
         gate = gate.reshape((BLOCK_I, BLOCK_M))
@@ -651,12 +636,14 @@ def store_tile(
     factor_ptr, factor_stride_e, factor_stride_n = factors
     bias_ptr, bias_stride_e, bias_stride_n = biases
     if H_CHUNK:
-        h_ptr, top_k, weights_ptr, weights_stride_m, weights_stride_k, alpha, beta, limit = out
+        h_ptr, added_ptr, top_k, weights_ptr, weights_stride_m, weights_stride_k = out[:6]
+        alpha, beta, limit = out[6:]
         for part in gl.static_range(2 if MORE_M else 1):
             store_hidden(
-                more if part else acc, first, end - part * BLOCK_M, e, n, h_ptr, scale_ptr,
-                factor_ptr, bias_ptr, x_scale_ptr, index_ptr, num_blocks, top_k, weights_ptr,
-                weights_stride_m, weights_stride_k, columns, scale_stride_e, scale_stride_n,
+                more if part else acc, first, end - part * BLOCK_M, e, n, h_ptr, added_ptr,
+                scale_ptr, factor_ptr, bias_ptr, x_scale_ptr, index_ptr, num_blocks, top_k,
+                weights_ptr, weights_stride_m, weights_stride_k, columns, scale_stride_e,
+                scale_stride_n,
                 factor_stride_e, factor_stride_n, bias_stride_e, bias_stride_n, alpha, beta, limit,
                 ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, H_CHUNK, H_BITS, H_TAIL,
                 BLOCK_N,
@@ -745,7 +732,8 @@ def run_tiles(
     n,
     tiles_per_block,
     taken_ptr,  # number of tiles that programs have taken after their first ones
-    out,  # (h, top_k, router weights on the input, alpha, beta, limit), or (y, S)
+    # (h, what is added, top_k, router weights on the input, alpha, beta, limit), or (y, S)
+    out,
     columns,  # I or N
     K,
     index_ptr,
@@ -861,6 +849,7 @@ class HiddenRows(NamedTuple):
     """h as GEMM1 writes it."""
 
     h: Pointer  # (S, I in whole chunks), columns permuted as GEMM2 takes them
+    added: Pointer  # (S, N), added before the activation, or None
     H_CHUNK: Constant  # GEMM2's K_CHUNK
     H_BITS: Constant  # bits of an element of w2; 16: plain, which takes columns in their order
     H_TAIL: Constant  # GEMM2's last chunk overlaps the one before
@@ -918,6 +907,7 @@ class Gemm1:
 @kernel(Gemm1, jit=gluon.jit)
 def moe_ops_wgmma_gemm1(
     h_ptr,
+    added_ptr,
     H_CHUNK: gl.constexpr,
     H_BITS: gl.constexpr,
     H_TAIL: gl.constexpr,
@@ -995,8 +985,8 @@ def moe_ops_wgmma_gemm1(
     run_tiles(
         x, x_more, w, w_scales, e, first, end, n, tiles_per_block,
         taken_ptr(index_ptr, S, 0, MAX_UNSORTED_PAIRS),
-        (h_ptr, top_k, topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k, alpha, beta,
-         limit), I, K, index_ptr, num_blocks,
+        (h_ptr, added_ptr, top_k, topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k,
+         alpha, beta, limit), I, K, index_ptr, num_blocks,
         (w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g),
         (w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g),
         (w_factor_ptr, w_factor_stride_e, w_factor_stride_n),
@@ -1509,8 +1499,9 @@ def gemm1(
     gpu: Gpu,
     x_scale: Tensor | None = None,  # (pairs,) fp32
     routed: bool = False,  # as of `permute_tokens`
+    added: Tensor | None = None,  # (pairs, N)
 ) -> Launch:
-    """h = activation(x @ w13.T + bias), with rows of x times their scales."""
+    """h = activation(x @ w13.T + bias + added), with rows of x times their scales."""
     gated = activation.GATED
     halves = 2 if gated and not activation.INTERLEAVED else 1
     pairs, pair_strides = routing
@@ -1519,10 +1510,10 @@ def gemm1(
     )
     if w2 is None:
         I = w13.N // 2 if gated else w13.N  # noqa: E741
-        hidden = HiddenRows(h, w13.k_chunk, 16, False)
+        hidden = HiddenRows(h, added, w13.k_chunk, 16, False)
     else:
         I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
-        hidden = HiddenRows(h, h_chunk, w2.format.bits, I % h_chunk > 0)
+        hidden = HiddenRows(h, added, h_chunk, w2.format.bits, I % h_chunk > 0)
     args = Gemm1(
         hidden=hidden,
         descriptors=_descriptors(prepared, x, w, w_scales),

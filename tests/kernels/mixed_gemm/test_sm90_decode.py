@@ -27,6 +27,7 @@ pytest.importorskip("triton.experimental.gluon")
 import triton.language as tl
 
 from moe_ops.backends.triton.relayout import from_words, to_words
+from moe_ops.kernels.device import permutation
 from moe_ops.kernels.mixed_gemm import sm90_decode, sm90_mainloop, sm90_wgmma
 from tests.kernels.mixed_gemm.test_sm90_wgmma import INT4_NUMBERS, columns_at
 
@@ -193,7 +194,7 @@ def test_order_of_columns_is_a_permutation(U, bits):
     assert sorted(columns.tolist()) == places.tolist()
     with mock.patch.object(tl, "static_range", range):
         assert torch.equal(
-            sm90_wgmma.permuted_column.fn(columns, sm90_decode.permutation_bits(U, *bits)), places
+            permutation.permuted_column.fn(columns, permutation.permutation_bits(U, *bits)), places
         )
 
 
