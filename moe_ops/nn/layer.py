@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from moe_ops import activations
 from moe_ops import batch_invariance as switch
 from moe_ops.activations import Activation
+from moe_ops.autograd.stack import LoRAStack
 from moe_ops.backends import check_backend
 from moe_ops.checks import check_number, check_size, check_tensor
 from moe_ops.experts import fused_experts
 from moe_ops.meta.buffers import KeepsBuffers
 from moe_ops.nn.config import MoEConfig
 from moe_ops.nn.load import load_balancing_loss, tokens_per_expert
-from moe_ops.nn.lora import ExpertsLoRA
+from moe_ops.nn.lora import ExpertsLoRA, ExpertsStack
 from moe_ops.nn.modules import Experts, Gate, SharedExpert, check_here, expert_map_on_host
 from moe_ops.nn.spread import NO_GROUP, combine_outputs, send_tokens, spread_of
 from moe_ops.ops.memory import refuse_lost
@@ -215,6 +216,7 @@ class MoELayer(KeepsBuffers):
             local, hidden_size, intermediate_size, self.activation.gated, expert_bias, factory
         )
         self.lora: ExpertsLoRA | None = None
+        self.adapters: ExpertsStack | None = None
         self.replicas: Replicas | None = None
         self.shared_expert: SharedExpert | None = None
         self.shared_expert_gate: nn.Linear | None = None
@@ -316,6 +318,7 @@ class MoELayer(KeepsBuffers):
         hidden_states: Tensor,  # (..., H)
         residual: Tensor | None = None,  # (..., H)
         *,
+        adapter_ids: Tensor | None = None,  # (...,)
         return_aux_loss: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Route every token and run its experts.
@@ -325,6 +328,9 @@ class MoELayer(KeepsBuffers):
                 quantized, because the router and the shared expert need 16 bits or more: for
                 quantized tokens route before, and call `fused_experts` with hidden_states_scale.
             residual: of hidden_states' shape, added to the scaled output.
+            adapter_ids: of hidden_states' shape without the last dimension, int32 or int64: the
+                slot of each token's adapter in the stack that `set_adapters` has set. Any other
+                number, such as -1, is none, and None is none for all tokens.
             return_aux_loss: also return `load_balancing_loss`, a scalar fp32 tensor; scale it by
                 a coefficient of your choice and add it to the training loss.
 
@@ -333,8 +339,9 @@ class MoELayer(KeepsBuffers):
             or (that, loss).
 
         Raises:
-            ValueError: no tensor, quantized hidden_states, a wrong last dimension, a residual of
-                another shape, a dtype that is not the layer's, and as `route` and `fused_experts`.
+            ValueError: no tensor, quantized hidden_states, a wrong last dimension, a residual or
+                adapter_ids of another shape, adapter_ids without adapters, a dtype that is not
+                the layer's, and as `route` and `fused_experts`.
         """
         check_tensor("hidden_states", hidden_states)
         if residual is not None:
@@ -360,7 +367,9 @@ class MoELayer(KeepsBuffers):
                     f"{tuple(residual.shape)}; expand it"
                 )
         x = hidden_states.flatten(0, -2)
-        out, router_logits, topk_ids = self._routed(x)
+        if adapter_ids is not None:
+            adapter_ids = self._check_adapter_ids(adapter_ids, hidden_states)
+        out, router_logits, topk_ids = self._routed(x, adapter_ids)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_expert_gate is not None:
@@ -398,6 +407,11 @@ class MoELayer(KeepsBuffers):
         check_number("scale", scale)
         if not math.isfinite(scale):
             raise ValueError(f"scale must be finite, got {scale}")
+        if getattr(self, "adapters", None) is not None:
+            raise ValueError(
+                "layer must have no stack of adapters beside one of its own, got one from "
+                "set_adapters; call set_adapters(None) before"
+            )
         if self.backend not in ("auto", "torch"):
             raise ValueError(
                 "backend must be 'auto' or 'torch' for a layer with adapters, got "
@@ -413,6 +427,53 @@ class MoELayer(KeepsBuffers):
         w13, w2 = experts.w13, experts.down_proj
         self.lora = ExpertsLoRA(w13, w2, rank, float(scale), self.gate.weight)
         return self.lora
+
+    def set_adapters(self, stack: LoRAStack | None) -> None:
+        """Let tokens have the adapters of a stack, by adapter_ids of `forward`; None removes them.
+
+        The layer's buffers `adapters` are the stack's tensors, so that `stack.put` changes what
+        the layer computes, until the layer moves to another device or dtype; from then on
+        `layer.adapters.stack().put` does. Calls with adapter_ids record no gradients.
+
+        Raises:
+            ValueError: no LoRAStack, or the layer sends tokens to other ranks, has replicas of
+                experts, or has an adapter of its own (`add_lora`).
+        """
+        if stack is None:
+            self.adapters = None
+            return
+        if not isinstance(stack, LoRAStack):
+            raise ValueError(
+                f"stack must be a moe_ops.LoRAStack, got {type(stack).__name__}; "
+                "LoRAStack.of(adapters) makes one"
+            )
+        if self.dispatcher is not None or getattr(self, "replicas", None) is not None:
+            raise ValueError(
+                "layer must keep its tokens for them to have adapters, got one that sends them to "
+                "other ranks, or has replicas; make it without a group"
+            )
+        if getattr(self, "lora", None) is not None:
+            raise ValueError(
+                "layer must have no adapter of its own beside a stack, got one from add_lora; set "
+                "layer.lora = None, and put lora.adapter() into the stack"
+            )
+        check_here(self.experts, "be adapted")
+        self.adapters = ExpertsStack(stack)
+
+    def _check_adapter_ids(self, adapter_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        """adapter_ids (M,)."""
+        check_tensor("adapter_ids", adapter_ids)
+        if getattr(self, "adapters", None) is None:
+            raise ValueError(
+                "adapter_ids must be None for a layer without adapters, got a tensor; call "
+                "set_adapters(LoRAStack.of(adapters)) before"
+            )
+        if adapter_ids.dim() != hidden_states.dim() - 1:
+            raise ValueError(
+                f"adapter_ids must have shape {tuple(hidden_states.shape[:-1])}, one for each "
+                f"token, got {tuple(adapter_ids.shape)}; expand it"
+            )
+        return adapter_ids.flatten()
 
     def quantize(self, scheme: str | QuantScheme) -> MoELayer:
         """Quantize the expert weights in place, by `moe_ops.quantize`.
@@ -460,7 +521,8 @@ class MoELayer(KeepsBuffers):
         check_size("slots", slots)
         check_here(self.experts, "be offloaded")
         spread = self.dispatcher is not None or self.replicas is not None
-        if spread or self.expert_map is not None or self.lora is not None:
+        adapted = self.lora is not None or getattr(self, "adapters", None) is not None
+        if spread or self.expert_map is not None or adapted:
             raise ValueError(
                 "layer must hold all experts, without adapters, to have them in host memory, got "
                 "one with an expert_map, a process group or adapters; make a layer without"
@@ -478,7 +540,7 @@ class MoELayer(KeepsBuffers):
         self._values["expert_map"] = expert_map.cpu()
         self.expert_map = expert_map.to(self.gate.weight.device)
 
-    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _routed(self, x: Tensor, adapter_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Router and experts alone: x (M, H) -> out (M, H), router_logits (M, E), topk_ids (M,
         top_k).
         """
@@ -492,6 +554,9 @@ class MoELayer(KeepsBuffers):
             scoring=self.scoring,
         )
         lora = getattr(self, "lora", None)  # layers that were saved before have none
+        adapters: Any = None if lora is None else lora.adapter()
+        if adapter_ids is not None and self.adapters is not None:
+            adapters = self.adapters.stack()
         sent = send_tokens(self, x, topk_ids, topk_weights)
         w13, w2, w13_bias, w2_bias = self.experts.arguments()
         out = fused_experts(
@@ -507,7 +572,8 @@ class MoELayer(KeepsBuffers):
             router_weight_on_input=self.router_weight_on_input,
             max_workspace_bytes=self.max_workspace_bytes,
             recompute=self.recompute,
-            adapters=None if lora is None else lora.adapter(),
+            adapters=adapters,
+            adapter_ids=adapter_ids,
             backend=self.backend,
             batch_invariant=self.batch_invariant,
             **sent.options,

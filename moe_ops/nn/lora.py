@@ -1,4 +1,4 @@
-"""The adapter of a MoELayer: parameters of a `LoRA` for all of its experts.
+"""The adapters of a MoELayer: parameters of a `LoRA` for all of its experts, or a `LoRAStack`.
 
 Dimensions as in layer.py: H hidden size, I intermediate size, E_local experts, N rows of w13, r
 rank.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.autograd.adapters import LoRA
+from moe_ops.autograd.stack import LoRAStack
 
 
 class ExpertsLoRA(nn.Module):
@@ -40,3 +41,23 @@ class ExpertsLoRA(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rank={self.a13.shape[1]}, scale={self.scale}"
+
+
+class ExpertsStack(nn.Module):
+    """The matrices of a `LoRAStack` and its scales as buffers, which are in no state dict."""
+
+    scales: Tensor
+
+    def __init__(self, stack: LoRAStack) -> None:
+        super().__init__()
+        for name, tensor in zip(stack._fields, stack, strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+
+    def stack(self) -> LoRAStack:
+        """The `LoRAStack` that `fused_experts` takes, which shares the memory of the buffers."""
+        stack = LoRAStack._make([getattr(self, name) for name in LoRAStack._fields])
+        return stack._replace(scales=self.scales.float())  # .to(bfloat16) may have rounded them
+
+    def extra_repr(self) -> str:
+        ranks = [t.shape[2] for t in self.stack()[:4:2] if t is not None]
+        return f"slots={self.scales.shape[0]}, rank={max(ranks, default=0)}"

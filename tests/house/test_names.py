@@ -54,7 +54,7 @@ RENAMED = [
     Renamed(
         "place_of in_place",
         "permuted_column permute_columns",
-        (*_WGMMA, "kernels/mixed_gemm/sm90_decode.py"),
+        (*_WGMMA, "kernels/mixed_gemm/sm90_decode.py", "kernels/device/permutation.py"),
     ),
     Renamed("left", "tokens_are_lhs", ("kernels/mixed_gemm/sm80_mma.py",)),
     Renamed("chosen", "load_expert_and_weight", _GEMV),
