@@ -6,7 +6,7 @@ Dimensions: M tokens, H hidden size, I intermediate size, E local experts, top_k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from transformers import activations as hf
 
 from moe_ops.activations import Activation
 from moe_ops.autograd.adapters import LoRA
+from moe_ops.autograd.stack import LoRAStack
 from moe_ops.experts import fused_experts, grouped_linear
 from moe_ops.integrations.transformers.families import GATES, Gate, HfModule, qualname_of
 from moe_ops.meta.scales import TRANSPOSED
@@ -114,6 +115,13 @@ def turned(weight: Tensor) -> Tensor:
     return weight if prepared else weight.transpose(1, 2)
 
 
+class Mixture(NamedTuple):
+    """The adapters of a batch whose rows have different ones, in the place of those of all."""
+
+    stack: LoRAStack
+    ids: Tensor  # (M,) of tokens
+
+
 def run_experts(
     module: HfModule,
     hidden_states: Tensor,  # (M, H)
@@ -121,7 +129,7 @@ def run_experts(
     top_k_weights: Tensor,  # (M, top_k)
     w13: Tensor,  # (E, 2I, H), without a gate (E, I, H)
     w2: Tensor,  # (E, H, I)
-    adapters: Sequence[LoRA] = (),
+    adapters: Sequence[LoRA] | Mixture = (),
 ) -> Tensor:
     """The module's experts through moe_ops, (M, H) in hidden_states' dtype."""
     gated = getattr(module, "has_gate", True)
@@ -134,6 +142,16 @@ def run_experts(
     plain = not getattr(w13, "scheme", "")
     x = hidden_states.to(w13.dtype) if plain else hidden_states
     activation = activation_of(module)
+    found: Any = adapters or None
+    adapter_ids = None
+    if isinstance(adapters, Mixture):
+        if path_of(module) != FUSED:
+            raise ValueError(
+                f"adapter_names must be left out for {type(module).__name__}, whose experts have "
+                "a gate or norm of their own; run the rows of each adapter as a batch"
+            )
+        found, adapter_ids = adapters
+        adapters = ()
     if activation is not None and not getattr(module, "has_post_expert_norm", False):
         y = fused_experts(
             x,
@@ -144,7 +162,8 @@ def run_experts(
             activation=activation,
             w13_bias=w13_bias,
             w2_bias=w2_bias,
-            adapters=adapters or None,
+            adapters=found,
+            adapter_ids=adapter_ids,
             **options_of(module),
         )
         return y.to(hidden_states.dtype)
@@ -192,7 +211,7 @@ def experts_forward(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    moe_ops_adapters: Sequence[LoRA] = (),  # of PEFT's wrappers
+    moe_ops_adapters: Sequence[LoRA] | Mixture = (),  # of PEFT's wrappers
 ) -> Tensor:
     """Forward of every experts module in transformers' common form; see `run_experts`."""
     resident = resident_of(module)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_ops.autograd.adapters import LoRA
 from moe_ops.integrations.transformers import activations as hf_activations
+from moe_ops.integrations.transformers.activations import Mixture
 from moe_ops.integrations.transformers.families import HfModule
 from moe_ops.tensors import Float8ExpertTensor
 
@@ -18,7 +19,7 @@ def fp8_experts_forward(
     hidden_states: Tensor,  # (M, H)
     top_k_index: Tensor,  # (M, top_k)
     top_k_weights: Tensor,  # (M, top_k)
-    moe_ops_adapters: Sequence[LoRA] = (),  # of PEFT's wrappers
+    moe_ops_adapters: Sequence[LoRA] | Mixture = (),  # of PEFT's wrappers
 ) -> Tensor:
     """Forward of transformers' FP8Experts: e4m3 weights with one scale for each 128 x 128 block.
 

@@ -399,13 +399,6 @@ def test_threads():
         assert relative(got, want) < 1e-12
 
 
-def test_mixed_batches_are_refused_by_peft():
-    model = adapted().eval()
-    integration.attach(model)
-    with pytest.raises(ValueError, match="does not support mixed"):
-        model(input_ids=IDS, use_cache=False, adapter_names=["default", "__base__"])
-
-
 def test_replicas_of_data_parallel(monkeypatch):
     """Each with its own copy of the adapters: of another model here, to see which it takes."""
     model, other = adapted(), adapted()
@@ -447,3 +440,110 @@ def test_expert_parallelism_is_refused():
     with Calls() as calls:
         logits_of(model)
     assert calls.names == []
+
+
+# --- batches whose rows have different adapters --------------------------------------------------
+
+
+def mixed(family="qwen3_moe", dtype=torch.float64, prepare=None, **options):
+    """An attached model with two adapters of different ranks and scales, in evaluation."""
+    model = adapted(family, dtype=dtype, prepare=prepare, **options)
+    add_adapter(model, "other", r=5, lora_alpha=2)
+    integration.attach(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def rows_alone(model, names, ids) -> torch.Tensor:
+    """The logits of each row in a batch of its own, with its adapter active."""
+    found = []
+    for name, row in zip(names, ids, strict=True):
+        if name == "__base__":
+            with model.disable_adapter():
+                found.append(outputs(model, row[None]))
+        else:
+            model.set_adapter(name)
+            found.append(outputs(model, row[None]))
+    model.set_adapter("default")
+    return torch.cat(found)
+
+
+NAMES = ["other", "__base__", "default", "other"]
+ROWS = torch.cat((IDS, IDS.flip(0)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_rows_of_a_batch_have_different_adapters(family):
+    model = mixed(family)
+    with Calls() as calls:
+        got = model(input_ids=ROWS, use_cache=False, adapter_names=NAMES).logits
+    assert calls.names == ["adapted_experts"]
+    want = rows_alone(model, NAMES, ROWS)
+    assert relative(got, want) < 1e-10
+    model.set_adapter("other")  # active ones have no part in a mixed batch
+    again = model(input_ids=ROWS, use_cache=False, adapter_names=NAMES).logits
+    assert relative(again, got) < 1e-12
+    assert relative(outputs(model, ROWS[:1]), want[:1]) < 1e-10  # and a plain call is as before
+
+
+@torch.no_grad()
+def test_rows_have_adapters_over_quantized_experts_and_of_attention():
+    def prepare(model):
+        integration.quantize(model, "int8_w8a16")
+
+    options = {"target_modules": ["q_proj"]}
+    model = adapted(dtype=torch.float32, prepare=prepare, **options)
+    add_adapter(model, "other", r=5, lora_alpha=2, **options)
+    integration.attach(model)
+    model.eval()
+    got = model(input_ids=ROWS, use_cache=False, adapter_names=NAMES).logits
+    assert relative(got, rows_alone(model, NAMES, ROWS)) < 1e-5
+
+
+@torch.no_grad()
+def test_a_stack_follows_its_adapters():
+    model = mixed()
+    model(input_ids=ROWS, use_cache=False, adapter_names=NAMES)
+    for name, p in model.named_parameters():
+        if "lora_B.other" in name:
+            p.mul_(-2)
+    got = model(input_ids=ROWS, use_cache=False, adapter_names=NAMES).logits
+    assert relative(got, rows_alone(model, NAMES, ROWS)) < 1e-10
+    add_adapter(model, "third", r=7)
+    names = ["third", *NAMES[1:]]
+    got = model(input_ids=ROWS, use_cache=False, adapter_names=names).logits
+    assert relative(got, rows_alone(model, names, ROWS)) < 1e-10
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generation_of_a_mixed_batch(beams):
+    model = mixed(dtype=torch.float32)
+    options = {"max_new_tokens": 4, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    got = model.generate(input_ids=ROWS, adapter_names=NAMES, **options)
+    for name, row, found in zip(NAMES, ROWS, got, strict=True):
+        off = name == "__base__"
+        model.set_adapter("default" if off else name)
+        with model.disable_adapter() if off else contextlib.nullcontext():
+            assert torch.equal(model.generate(input_ids=row[None], **options)[0], found)
+
+
+@torch.no_grad()
+def test_refused_mixtures():
+    model = mixed()
+    with pytest.raises(ValueError, match="one name for each row of the batch"):
+        model(input_ids=ROWS[:1], use_cache=False, adapter_names=NAMES[:3])
+    model = mixed()
+    with pytest.raises(ValueError, match="non-existing adapter"):
+        model(input_ids=ROWS, use_cache=False, adapter_names=["none"] * 4)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="adapter_names must be left out while adapters are"):
+        model(input_ids=ROWS, use_cache=False, adapter_names=NAMES)
+
+
+def test_a_mixture_records_no_gradients():
+    model = mixed()
+    with pytest.raises(ValueError, match="where gradients are recorded"):
+        model.get_input_embeddings().weight.requires_grad_()
+        model(input_ids=ROWS, use_cache=False, adapter_names=NAMES)
