@@ -21,7 +21,7 @@ SM90_MMA = "sm90_mma"  # one token
 SM90_PACKED = "sm90_packed"  # many rows an expert
 # number formats of weights that the kernels of `mixed_gemm` decode; sm80_mma.py and packed.py all
 LEVELS = tuple([one.name for one in ELEMENT_FORMATS.values() if one.levels])  # a table of 16
-DECODED = ("int4", "int8", "e2m1", "e3m2", "e2m3", "e4m3", *LEVELS)
+DECODED = ("int4", "int5", "int6", "int8", "e2m1", "e3m2", "e2m3", "e4m3", *LEVELS)
 
 
 class GemmConfig(NamedTuple):

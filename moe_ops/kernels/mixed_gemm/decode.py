@@ -297,14 +297,32 @@ def e2m1(code):
     return tl.where(code > 7, -value, value)
 
 
+@triton.constexpr_function
+def odd_bits(FORMAT):
+    """Bits of a column, if they are 5 or 6; 0 of other formats. Such columns are loaded one by
+    one.
+    """
+    if FORMAT == "int5":
+        return 5
+    return 6 if FORMAT in ("e3m2", "e2m3", "int6") else 0
+
+
 @triton.jit
-def six_bits(p, ptrs, stride, column, end):
-    """Codes of 6 bits: from the bytes in which they begin, and their other bits from the next."""
-    place = column % 4
-    more = (place == 1) | (place == 2)
+def codes_across_bytes(p, ptrs, stride, column, end, BITS: tl.constexpr):
+    """Codes of 5 or 6 bits: from the bytes in which they begin, and their other bits from the
+    next.
+    """
+    place = BITS * column % 8
+    more = place + BITS > 8
     following = tl.load(ptrs + stride, mask=(more & (column < end))[None, :], other=0)
     both = p.to(tl.int32) | following.to(tl.int32) << 8
-    return (both >> (6 * place % 8)[None, :] & 63).to(tl.uint8)
+    return (both >> place[None, :] & ((1 << BITS) - 1)).to(tl.uint8)
+
+
+@triton.jit
+def integer(code, MIDDLE: tl.constexpr):
+    """fp32 of codes from 0 to 255, less MIDDLE."""
+    return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE)
 
 
 @triton.jit
@@ -383,6 +401,8 @@ def weights(
     """
     PAIRS: tl.constexpr = in_pairs(FORMAT)
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
+    CODES: tl.constexpr = FORMAT == "int5" or FORMAT == "int6"
+    MIDDLE: tl.constexpr = 16 if FORMAT == "int5" else 32
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
     MINIMUM: tl.constexpr = SCALE == "minimum"
     ROUNDED: tl.constexpr = FORMAT == "int4" and SCALE == "e4m3"
@@ -419,6 +439,14 @@ def weights(
                 zero = zero.to(tl.int8, bitcast=True).to(tl.bfloat16)
                 w0 -= spread(zero, BLOCK_N, GROUPS, EACH)
             w1 = w0
+        elif CODES:
+            s = spread(s.to(tl.float32), BLOCK_N, GROUPS, EACH)
+            if HAS_ZERO:
+                zero = spread(zero.to(tl.float32), BLOCK_N, GROUPS, EACH)
+                w0 = tl.fma(integer(p, 0), s, zero).to(tl.bfloat16)
+            else:
+                w0 = (integer(p, MIDDLE) * s).to(tl.bfloat16)
+            w1 = w0
         elif SIX:
             w0 = six_bit_value(p, FORMAT, tl.bfloat16)
             w1 = w0
@@ -442,6 +470,9 @@ def weights(
                 w0, w1 = e2m1(w0), e2m1(w1)
             elif is_level(FORMAT):
                 w0, w1 = level(w0, FORMAT), level(w1, FORMAT)
+        elif CODES:
+            w0 = integer(p, 0 if HAS_ZERO else MIDDLE)
+            w1 = w0
         elif SIX:
             w0 = six_bit_value(p, FORMAT, tl.float32)
             w1 = w0
@@ -455,11 +486,15 @@ def weights(
         w0, w1 = w0.to(tl.float32), w1.to(tl.float32)
         if MINIMUM:
             s = spread(s.to(tl.float32), BLOCK_N, GROUPS, EACH)
-            zero = spread(zero.to(tl.float32), BLOCK_N, GROUPS, EACH)
-            if FORMAT == "int8":
-                zero += 128.0 * s
-            w0 = tl.fma(w0, s, zero)
-            w1 = tl.fma(w1, s, zero)
+            if HAS_ZERO:
+                zero = spread(zero.to(tl.float32), BLOCK_N, GROUPS, EACH)
+                if FORMAT == "int8":
+                    zero += 128.0 * s
+                w0 = tl.fma(w0, s, zero)
+                w1 = tl.fma(w1, s, zero)
+            else:
+                w0 *= s
+                w1 *= s
         elif HAS_ZERO:
             zero = zero.to(tl.int8, bitcast=True).to(tl.float32)
             zero = spread(zero, BLOCK_N, GROUPS, EACH)

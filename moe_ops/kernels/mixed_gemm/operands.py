@@ -67,7 +67,7 @@ def describe(scheme: str) -> Format | None:
     if alike and not desc.is_mx:
         return None
     kind = (desc.format.bits, desc.storage_dtype, desc.two_levels)
-    if desc.minimum:
+    if desc.minimum or desc.dtype in ("int5", "int6"):
         return Format(desc.dtype, "minimum", max(desc.group.cols, 0), *kind)
     if desc.is_mx or desc.scale_dtype == torch.float8_e4m3fn:
         return Format(desc.dtype, "e8m0" if desc.is_mx else "e4m3", desc.group.cols, *kind)

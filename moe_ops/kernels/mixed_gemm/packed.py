@@ -41,10 +41,11 @@ from moe_ops.kernels.launch import (
 from moe_ops.kernels.mixed_gemm.columns import columns, shift
 from moe_ops.kernels.mixed_gemm.decode import (
     SUPER,
+    codes_across_bytes,
     factors_above,
     in_one_level,
     in_pairs,
-    six_bits,
+    odd_bits,
 )
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
@@ -213,8 +214,8 @@ def moe_ops_train_packed(
     of the output.
     """
     PAIRS: tl.constexpr = in_pairs(FORMAT)
-    SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
-    BITS: tl.constexpr = 4 if PAIRS else 6 if SIX else 8
+    ODD_BITS: tl.constexpr = odd_bits(FORMAT)
+    BITS: tl.constexpr = 4 if PAIRS else ODD_BITS if ODD_BITS > 0 else 8
     GROUPS: tl.constexpr = max(BLOCK_K // SCALE_GROUP, 1) if SCALE_GROUP > 0 else 1
     HAS_ZERO: tl.constexpr = w_zero_ptr is not None
     TWO_LEVELS: tl.constexpr = w_scale_ptr.dtype.element_ty == tl.int8
@@ -265,7 +266,7 @@ def moe_ops_train_packed(
             k = start
         x = x_desc.load([first, start])  # zeros past the end, which meet finite weights
         row = n + tl.arange(0, BLOCK_N)
-        # of the last row for those behind it, because six_bits masks columns alone
+        # of the last row for those behind it, because codes_across_bytes masks columns alone
         at = row if EVEN else tl.minimum(row, N - 1)
         p_ptrs = w_ptr + at.to(tl.int64)[:, None] * w_stride_n
         p_ptrs += (k * BITS // 8 + byte)[None, :] * w_stride_k
@@ -274,8 +275,9 @@ def moe_ops_train_packed(
         else:
             ok = (row < N)[:, None] & (byte < (K - k) * BITS // 8)[None, :]
             p = tl.load(p_ptrs, mask=ok, other=0)
-        if SIX:
-            p = six_bits(p, p_ptrs, w_stride_k, tl.arange(0, BLOCK_K), K - k)
+        if ODD_BITS > 0:
+            column_of = tl.arange(0, BLOCK_K)
+            p = codes_across_bytes(p, p_ptrs, w_stride_k, column_of, K - k, ODD_BITS)
         # scales are loaded one step ahead of their use
         next_n = n + BLOCK_N if TRANSPOSE else n
         next_k = k if TRANSPOSE else k + BLOCK_K
@@ -344,7 +346,8 @@ def moe_ops_train_packed(
 
 def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
     """The tile of a product."""
-    step = STEP // 2 if w.format.bits == 6 else STEP  # 6 bits: loaded by column, a register each
+    # of 5 and 6 bits loaded by column, a register each
+    step = STEP // 2 if w.format.bits in (5, 6) else STEP
     block_n, block_k = (step, BLOCK_OUT) if transpose else (BLOCK_OUT, step)
     even = w.N % block_n == 0 and w.K % block_k == 0
     return PackedTile(transpose, even, GROUP_M, BLOCK_M, block_n, block_k, NUM_STAGES)
@@ -403,5 +406,5 @@ def multiply(
         tile=tile,
     )
     grid = (routing.num_blocks * cdiv(y.shape[1], BLOCK_OUT), 1, 1)
-    few = gpu.has_tma and of.bits != 6
+    few = gpu.has_tma and of.bits not in (5, 6)
     return Launch(moe_ops_train_packed, grid, args, 4 if few else 8)

@@ -14,8 +14,9 @@ weight would fill all issue slots at 4.3 TB/s. Blocks have two warps: with four,
 `wgmma` from 16 tokens on, whose operands move between threads, and takes 4.2 instructions a
 weight.
 
-FORMAT   "int4" (low nibble first, 0..15), "e2m1" (low nibble first), "int8", "e4m3"; "e3m2" and
-         "e2m3" (lowest bits first: four columns in three bytes, which are loaded by column);
+FORMAT   "int4" (low nibble first, 0..15), "e2m1" (low nibble first), "int8", "e4m3"; "e3m2",
+         "e2m3", "int6" and "int5" (lowest bits first: four columns in three bytes or eight in
+         five, which are loaded by column);
          "nf4", "fp4" and "iq4" (low nibble first): levels of a table (levels.py)
 SCALE    where the scale of a weight is applied:
          "end"     one scale a row or tensor: the finished sum is scaled
@@ -29,7 +30,8 @@ SCALE    where the scale of a weight is applied:
                    channel scale
          "weight"  one scale a group: the weight is scaled in bf16, and rounded
          "minimum" one scale and one minimum a group or row: the weight is scaled and the minimum
-                   added in fp32, and the sum is rounded once, to the dtype of activations
+                   added in fp32, and the sum is rounded once, to the dtype of activations; of int5
+                   and int6 without minima codes less their middle are scaled so
 Where scales are int8, they and minima are multiplied by the fp16 factors of 256 columns first.
 """
 
@@ -61,11 +63,12 @@ from moe_ops.kernels.launch import (
 )
 from moe_ops.kernels.mixed_gemm.decode import (
     SUPER,
+    codes_across_bytes,
     factors_above,
     in_one_level,
     in_pairs,
+    odd_bits,
     operands,
-    six_bits,
 )
 from moe_ops.kernels.mixed_gemm.levels import is_level, level_unit
 from moe_ops.kernels.mixed_gemm.operands import (
@@ -92,8 +95,9 @@ def first_bytes(K_CHUNK: tl.constexpr, FORMAT: tl.constexpr):
     """The bytes of a row in which K_CHUNK columns begin. Two columns of 4 bits are one byte, four
     columns of 6 bits three bytes.
     """
-    if FORMAT == "e3m2" or FORMAT == "e2m3":
-        return tl.arange(0, K_CHUNK) * 3 // 4
+    BITS: tl.constexpr = odd_bits(FORMAT)
+    if BITS > 0:
+        return tl.arange(0, K_CHUNK) * BITS // 8
     elif in_pairs(FORMAT):
         return tl.arange(0, K_CHUNK // 2)
     else:
@@ -195,10 +199,10 @@ def matmul(
     """x @ w.T, (BLOCK_M, BLOCK_N) in fp32."""
     TOKENS_ARE_LHS: tl.constexpr = tokens_are_lhs(BLOCK_M)
     PAIRS: tl.constexpr = in_pairs(FORMAT)
-    SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
-    # bytes that are loaded of a row; for 6 bits some of them twice
+    ODD_BITS: tl.constexpr = odd_bits(FORMAT)
+    # bytes that are loaded of a row; for 5 and 6 bits some of them twice
     BYTES: tl.constexpr = K_CHUNK // 2 if PAIRS else K_CHUNK
-    CHUNK_BYTES: tl.constexpr = K_CHUNK * 3 // 4 if SIX else BYTES
+    CHUNK_BYTES: tl.constexpr = K_CHUNK * ODD_BITS // 8 if ODD_BITS > 0 else BYTES
     MINIMUM: tl.constexpr = SCALE == "minimum"
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight" or MINIMUM
     SUM: tl.constexpr = SCALE == "sum" or SCALE == "block"
@@ -278,9 +282,10 @@ def matmul(
                 p = tl.load(
                     w_ptrs + chunk * CHUNK_BYTES * w_stride_k, mask=(byte < end)[None, :], other=0
                 )
-            if SIX:
+            if ODD_BITS > 0:
                 x_end = K - k if not EVEN_K else K_CHUNK
-                p = six_bits(p, w_ptrs + chunk * CHUNK_BYTES * w_stride_k, w_stride_k, byte, x_end)
+                p_ptrs = w_ptrs + chunk * CHUNK_BYTES * w_stride_k
+                p = codes_across_bytes(p, p_ptrs, w_stride_k, byte, x_end, ODD_BITS)
             if PREFETCH:
                 g = (k + K_CHUNK) // SCALE_GROUP
                 g = tl.where(g < count, g, 0)
@@ -383,7 +388,7 @@ def tile_of(
     chunk = min(k, 64 if block_m == 32 else 128)
     if how == "sum":
         chunk = min(chunk, of.group)
-    if of.bits == 6:  # loaded by column, a register each
+    if of.bits in (5, 6):  # loaded by column, a register each
         chunk = min(chunk, 32)
     even = K % k == 0
     return MixedTile(

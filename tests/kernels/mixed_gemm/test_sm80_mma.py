@@ -151,9 +151,15 @@ def test_ragged_sizes(where, scheme, K, I):  # noqa: E741
 
 
 @everywhere
-@pytest.mark.parametrize("scheme", ["mxfp6_e3m2_w6a16", "mxfp6_e2m3_w6a16"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *("mxfp6_e3m2_w6a16", "mxfp6_e2m3_w6a16"),
+        *("int5_w5a16:g32", "int5_w5a16:g32:min", "int6_w6a16:g16"),
+    ],
+)
 @pytest.mark.parametrize("K, I", [(32, 96), (160, 256)])
-def test_six_bits(where, scheme, K, I):  # noqa: E741
+def test_five_and_six_bits(where, scheme, K, I):  # noqa: E741
     """Steps that pass the end of a row, and rows of 16-byte step and others."""
     for M in (1, 40):
         Case(*where, scheme, M=M, E=2, top_k=1, K=K, I=I, bias=True).check("triton")
