@@ -10,8 +10,10 @@ and gives their fp32 sums: gate, up, SwiGLU, down, the router's weights, the sum
 is built once and computed as often as it is timed. Repacked weights are what llama.cpp makes of
 them when it loads a model on a CPU. ggml multiplies weights of 4 and 8 bits by tokens that it
 quantizes to 8 bits, 32 columns a scale, so the error stands beside every time; it is that against
-the bf16 weights, the weights' own included. Layers, routing and times are those of
-cpu_quantized.py; ours and ggml's calls run in turns in one process, those of each interleaved.
+the bf16 weights, the weights' own included. Of q8_0, q4_k and q6_k moe_ops multiplies the numbers
+of ggml's own blocks, and the errors of both products against these weights stand beside it.
+Layers, routing and times are those of cpu_quantized.py; ours and ggml's calls run in turns in one
+process, those of each interleaved.
 ``--write`` keeps the times in benchmarks/results/cpu_ggml_AVX512.json (or AMX, AVX2).
 """
 
@@ -49,11 +51,13 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.bench.layers import per_expert_loop
+from moe_ops.integrations.checkpoints import ggml as blocks_of_ggml
 
 SCHEMES = ("", "int4_w4a16:g128", "int4_w4a16:g32", "mxfp4_w4a16", "int8_w8a16:channel")
 F32, I32 = 0, 26  # of ggml_type
-TYPES = {"bf16": 30, "q4_0": 2, "q8_0": 8, "mxfp4": 39}
-REPACKED = ("q4_0", "mxfp4")  # those that have another layout on x86-64
+TYPES = {"bf16": 30, "q4_0": 2, "q8_0": 8, "mxfp4": 39, "q4_k": 12, "q6_k": 14}
+REPACKED = ("q4_0", "mxfp4", "q4_k")  # those that have another layout on x86-64
+SHARED = ("q8_0", "q4_k", "q6_k")  # whose blocks moe_ops reads
 
 # Each library has threads of its own, which spin behind a call, by libgomp's default for 4 ms: so
 # long calls that follow the other library's are not timed.
@@ -154,6 +158,18 @@ class Layer:
         self.gate, self.up, self.down = made
 
 
+def read_blocks(name: str, data: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Our layers of the blocks of gate, up and down."""
+    rows = (INTERMEDIATE, INTERMEDIATE, HIDDEN)
+    gate, up, down = [b.view(NUM_EXPERTS, n, -1) for b, n in zip(data, rows, strict=True)]
+    weights = []
+    for blocks in (torch.cat((gate, up), 1), down):
+        parts = blocks_of_ggml.convert(name.upper(), {"weight": blocks}, {})
+        weights.append(moe_ops.from_quantized(name, **parts))
+    w13, w2 = weights
+    return [(w13.clone(), w2.clone()) for _ in range(NUM_LAYERS)]
+
+
 def graph(ggml: Ggml, layer: Layer, x: Tensor, ids: Tensor, router: Tensor) -> tuple[int, Tensor]:
     """A graph of the layer, and where it writes (M, K) in fp32."""
     M, K = x.shape
@@ -211,16 +227,24 @@ def run_case(
                 of_library[f"{library} bf16"](0)
             for name, found in interleaved_ms(of_library, NUM_LAYERS, NUM_LAYERS).items():
                 times[name] += found
-    expected = per_expert_loop(x.double(), *ours[""][0], router, ids[0])
-    return [
-        {
-            "layer": name,
-            "num_tokens": M,
-            "ms": summary(found),
-            "error_against_bf16_weights": float(f"{relative_error(calls[name](0), expected):.2e}"),
-        }
-        for name, found in times.items()
-    ]
+    expected = {
+        scheme: per_expert_loop(x.double(), *plain(ours[scheme][0]), router, ids[0])
+        for scheme in ("", *SHARED)
+    }
+    rows = []
+    for name, found in times.items():
+        row = {"layer": name, "num_tokens": M, "ms": summary(found)}
+        out, of = calls[name](0), name.split(",")[0].split()[1]
+        row["error_against_bf16_weights"] = float(f"{relative_error(out, expected['']):.2e}")
+        if of in SHARED:
+            row["error_against_these_weights"] = float(f"{relative_error(out, expected[of]):.2e}")
+        rows.append(row)
+    return rows
+
+
+def plain(weights: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Weights as the numbers that they stand for."""
+    return [w.dequantize(torch.float32) if hasattr(w, "qdata") else w for w in weights]
 
 
 def main() -> None:
@@ -245,6 +269,8 @@ def main() -> None:
     theirs: dict[str, list[Layer]] = {}
     for name, of_type in TYPES.items():
         values = [ggml.quantized(of_type, w) for w in (*w13.chunk(2, dim=1), w2)]
+        if name in SHARED:
+            ours[name] = read_blocks(name, values)
         buffers = {name: ggml.backend_cpu_buffer_type()}
         if name in REPACKED:
             buffers[f"{name}, repacked"] = ggml.repacked()
@@ -259,10 +285,11 @@ def main() -> None:
             *(row["layer"], row["num_tokens"]),
             f"{row['ms']['median']:.3f} [{row['ms']['min']:.3f}]",
             row["error_against_bf16_weights"],
+            row.get("error_against_these_weights", ""),
         ]
         for row in rows
     ]
-    print(format_table(["layer", "M", "median [least] ms", "error"], table))
+    print(format_table(["layer", "M", "median [least] ms", "error", "of products"], table))
     if arguments.write:
         print(write_json(f"cpu_ggml_{INSTRUCTIONS[avx]}", {"machine": facts, "rows": rows}))
 
