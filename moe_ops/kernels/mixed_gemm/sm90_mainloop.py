@@ -24,7 +24,7 @@ from moe_ops.kernels.device.gluon import (
     warpgroup_mma_wait,
 )
 from moe_ops.kernels.device.pdl import gdc_wait
-from moe_ops.kernels.mixed_gemm.decode import is_e2m1
+from moe_ops.kernels.mixed_gemm.decode import SUPER, factors_above, half, is_e2m1
 from moe_ops.kernels.mixed_gemm.levels import is_level, level_unit
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
     decode_products,
@@ -106,6 +106,33 @@ def unshifted(acc, FORMAT: gl.constexpr, SCALE: gl.constexpr):
     elif FORMAT == "int4" and SCALE != "minimum":
         acc *= INT4_SHIFT
     return acc
+
+
+@gluon.constexpr_function
+def in_two_levels(scale_ptr):
+    """Whether scales are codes under factors."""
+    return scale_ptr is not None and scale_ptr.dtype.element_ty == gl.int8
+
+
+@gluon.jit
+def factor_pointers(
+    ptr, offset, stride_n, column, I, HAS_ZERO: gl.constexpr,
+    FORMAT: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    BLOCK_N: gl.constexpr, K_CHUNK: gl.constexpr, SCALE_GROUP: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Pointers (BLOCK_N,) to the factors (`decode.factors_above`) of the first 256 columns, in the
+    threads that have the rows' scales.
+    """
+    GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)
+    CHUNK_BYTES: gl.constexpr = K_CHUNK * weight_bits(FORMAT) // 8
+    LAYOUT: gl.constexpr = gl.SliceLayout(
+        2, grouped_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GROUPS)
+    )
+    i, up = accumulator_rows(gl.SliceLayout(1, LAYOUT), BLOCK_N, GATED)
+    i = gl.minimum(column + i, I - 1)
+    row = (2 * i + up if INTERLEAVED else i + up * I).to(gl.int64)
+    return factors_above(ptr, offset + row * stride_n, HAS_ZERO)
 
 
 @gluon.jit
@@ -578,12 +605,12 @@ def join_halves(acc0, acc1):
 
 @gluon.jit
 def prefetch_first(
-    scale_ptrs, zero_ptrs, scale_stride_g, zero_stride_g, k_begin, K,
-    HAS_SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, SCALE: gl.constexpr,
+    scale_ptrs, zero_ptrs, factor_ptrs, scale_stride_g, zero_stride_g, k_begin, K,
+    HAS_SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, TWO_LEVELS: gl.constexpr, SCALE: gl.constexpr,
     SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """Scales of a tile's first and second chunk, and zero points of these. (Scales that are not
-    in the ring buffer are prefetched two chunks ahead.)
+    """Scales of a tile's first and second chunk, and zero points and factors of these. (Scales
+    that are not in the ring buffer are prefetched two chunks ahead.)
     """
     chunk = k_begin * (BLOCK_K // K_CHUNK)
     scale, next_scale = k_begin, k_begin
@@ -605,13 +632,17 @@ def prefetch_first(
         next_zero = prefetch_scale(
             zero_ptrs + group_index(chunk + 1, K, K_CHUNK, SCALE_GROUP) * zero_stride_g
         )
-    return scale, next_scale, zero, next_zero
+    factor, next_factor = scale, next_scale
+    if TWO_LEVELS:
+        factor = prefetch_scale(factor_ptrs + group_index(chunk, K, K_CHUNK, SUPER))
+        next_factor = prefetch_scale(factor_ptrs + group_index(chunk + 1, K, K_CHUNK, SUPER))
+    return scale, next_scale, zero, next_zero, factor, next_factor
 
 
 @gluon.jit
 def consume(
-    ring, slot, phase, k_begin, k_end, K, scales, scale_ptrs, zero_ptrs, products_ptr,
-    scale_stride_g, zero_stride_g, HAS_ZERO: gl.constexpr,
+    ring, slot, phase, k_begin, k_end, K, scales, scale_ptrs, zero_ptrs, factor_ptrs, products_ptr,
+    scale_stride_g, zero_stride_g, HAS_ZERO: gl.constexpr, TWO_LEVELS: gl.constexpr,
     FORMAT: gl.constexpr, SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, BLOCK_M: gl.constexpr,
     MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -647,7 +678,7 @@ def consume(
     PENDING: gl.constexpr = 2 * MMAS if MORE_M else MMAS
     gl.static_assert(MORE_M == 0 or (OVERLAP and ROWS < BLOCK_N and not PROMOTE and not STREAM))
     gl.static_assert(MORE_M == 0 or SEGMENTS == 1)
-    scale, next_scale, zero, next_zero = scales
+    scale, next_scale, zero, next_zero, factor, next_factor = scales
     if s_chunks is None:
         S_COLUMNS: gl.constexpr = SCALE_GROUP * scales_per_element(  # columns of an element
             scale_ptrs.dtype.element_ty, SCALE
@@ -689,13 +720,19 @@ def consume(
                     s = permute_rows(scales_by_row(s, SCALE_GROUP), GATED, INTERLEAVED)
                 elif FORMAT == "int4_e4m3":
                     s = scale
+                elif TWO_LEVELS:
+                    s = unpack_scale(scale, gl.int8)
                 elif WIDEN:
                     s = widen_scale(scale, scale_ptrs.dtype.element_ty)
                 else:
                     s = unpack_scale(scale, scale_ptrs.dtype.element_ty)
                 z = s
                 if HAS_ZERO:
-                    z = unpack_scale(zero, zero_ptrs.dtype.element_ty)
+                    z = unpack_scale(zero, gl.int8 if TWO_LEVELS else zero_ptrs.dtype.element_ty)
+                if TWO_LEVELS:
+                    s = s.to(gl.float32) * gl.expand_dims(half(factor), 1)
+                    if HAS_ZERO:
+                        z = z.to(gl.float32) * gl.expand_dims(half(factor >> 16), 1)
                 if ROWS == BLOCK_N:
                     d, _, _ = issue_wgmma(
                         codes, s, z, products_ptr, x0, x1, acc0,
@@ -762,6 +799,11 @@ def consume(
                 if s_chunks is None:  # past the row's end, the last scales are loaded again
                     next_scale = prefetch_scale(
                         scale_ptrs + group_index(chunk, K, K_CHUNK, S_COLUMNS) * scale_stride_g
+                    )
+                factor = next_factor
+                if TWO_LEVELS:
+                    next_factor = prefetch_scale(
+                        factor_ptrs + group_index(chunk, K, K_CHUNK, SUPER)
                     )
                 if HAS_ZERO:
                     next_zero = prefetch_scale(

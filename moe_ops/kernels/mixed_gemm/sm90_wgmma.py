@@ -89,7 +89,9 @@ from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
     apply_column_scales,
     apply_row_scales,
     consume,
+    factor_pointers,
     first_tile,
+    in_two_levels,
     mbarriers,
     next_tile,
     prefetch_first,
@@ -584,21 +586,22 @@ def pairs_of_tile(
 
 @gluon.jit
 def begin_tile(
-    e, first, end, n, columns, K, index_ptr, num_blocks, scales, zeros,
+    e, first, end, n, columns, K, index_ptr, num_blocks, scales, zeros, factors,
     FORMAT: gl.constexpr, SCALE: gl.constexpr, SCALE_GROUP: gl.constexpr, SPLIT_K: gl.constexpr,
     PAIRS: gl.constexpr, K_CHUNK: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     BLOCK_M: gl.constexpr, MORE_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Ask for what the consumers of a tile need besides what the producer copies: (pointers to
-    scales and to zero points, and the first of each as `prefetch_first` has them; with PAIRS the
-    pairs of BLOCK_M and of MORE_M positions). What there is not is a number.
+    scales, to zero points and to factors of scales in two levels, and the first of each as
+    `prefetch_first` has them; with PAIRS the pairs of BLOCK_M and of MORE_M positions). What there
+    is not is a number.
     """
     BLOCK_I: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     scale_ptr, scale_stride_e, scale_stride_n, scale_stride_g = scales
     zero_ptr, zero_stride_e, zero_stride_n, zero_stride_g = zeros
     e64, column = e.to(gl.int64), n // SPLIT_K * BLOCK_I
-    scale_ptrs, zero_ptrs = n, n
+    scale_ptrs, zero_ptrs, factor_ptrs = n, n, n
     if scale_ptr is not None:
         scale_ptrs = scale_pointers(
             scale_ptr, e64 * scale_stride_e, scale_stride_n, scale_stride_g, column, columns,
@@ -609,17 +612,25 @@ def begin_tile(
             zero_ptr, e64 * zero_stride_e, zero_stride_n, zero_stride_g, column, columns,
             FORMAT, SCALE, GATED, INTERLEAVED, BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
         )  # fmt: skip
+    HAS_ZERO: gl.constexpr = zero_ptr is not None
+    TWO_LEVELS: gl.constexpr = in_two_levels(scale_ptr)
+    if TWO_LEVELS:
+        factor_ptr, factor_stride_e, factor_stride_n = factors
+        factor_ptrs = factor_pointers(
+            factor_ptr, e64 * factor_stride_e, factor_stride_n, column, columns, HAS_ZERO,
+            FORMAT, GATED, INTERLEAVED, BLOCK_N, K_CHUNK, SCALE_GROUP, NUM_WARPS,
+        )  # fmt: skip
     k_begin, _ = share_of(n, gl.cdiv(K, BLOCK_K), SPLIT_K)
     first_scales = prefetch_first(
-        scale_ptrs, zero_ptrs, scale_stride_g, zero_stride_g, k_begin, K,
-        scale_ptr is not None, zero_ptr is not None, SCALE, SCALE_GROUP, K_CHUNK, BLOCK_K,
+        scale_ptrs, zero_ptrs, factor_ptrs, scale_stride_g, zero_stride_g, k_begin, K,
+        scale_ptr is not None, HAS_ZERO, TWO_LEVELS, SCALE, SCALE_GROUP, K_CHUNK, BLOCK_K,
     )  # fmt: skip
     pair, more_pair = n, n
     if PAIRS:
         pair, more_pair = pairs_of_tile(
             index_ptr, num_blocks, first, end, FORMAT, BLOCK_M, MORE_M, NUM_WARPS
         )
-    return scale_ptrs, zero_ptrs, first_scales, pair, more_pair
+    return scale_ptrs, zero_ptrs, factor_ptrs, first_scales, pair, more_pair
 
 
 @gluon.jit
@@ -681,8 +692,8 @@ def consumer(
     k_tiles = gl.cdiv(K, BLOCK_K)
     # the order of unsorted pairs is being written: none of them is asked for
     pairs_from = end if UNSORTED else first
-    scale_ptrs, zero_ptrs, first_scales, pair, more_pair = begin_tile(
-        e, pairs_from, end, n, columns, K, index_ptr, num_blocks, scales, zeros,
+    scale_ptrs, zero_ptrs, factor_ptrs, first_scales, pair, more_pair = begin_tile(
+        e, pairs_from, end, n, columns, K, index_ptr, num_blocks, scales, zeros, factors,
         FORMAT, SCALE, SCALE_GROUP, SPLIT_K, PAIRS, K_CHUNK, GATED, INTERLEAVED,
         BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_WARPS,
     )  # fmt: skip
@@ -692,7 +703,7 @@ def consumer(
         k_begin, k_end = share_of(n, k_tiles, SPLIT_K)
         slot, phase, acc, more_acc = consume(
             ring, slot, phase, k_begin, k_end, K, first_scales, scale_ptrs, zero_ptrs,
-            products_ptr, scales[3], zeros[3], HAS_ZERO,
+            factor_ptrs, products_ptr, scales[3], zeros[3], HAS_ZERO, in_two_levels(scales[0]),
             FORMAT, SCALE, SCALE_GROUP, K_CHUNK, GATED, INTERLEAVED, BLOCK_M, MORE_M, BLOCK_N,
             BLOCK_K, NUM_STAGES, NUM_WARPS, OVERLAP, STREAM, SEGMENTS,
         )  # fmt: skip
@@ -708,8 +719,8 @@ def consumer(
         # around this, threads spill.)
         e, n = gl.where(more, next_e, e), gl.where(more, next_n, n)
         i += 1
-        scale_ptrs, zero_ptrs, first_scales, pair, more_pair = begin_tile(
-            e, first, end, n, columns, K, index_ptr, num_blocks, scales, zeros,
+        scale_ptrs, zero_ptrs, factor_ptrs, first_scales, pair, more_pair = begin_tile(
+            e, first, end, n, columns, K, index_ptr, num_blocks, scales, zeros, factors,
             FORMAT, SCALE, SCALE_GROUP, SPLIT_K, PAIRS, K_CHUNK, GATED, INTERLEAVED,
             BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_WARPS,
         )  # fmt: skip
@@ -1101,8 +1112,6 @@ def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtyp
         return f"activations must be bfloat16, got {dtype}"
     if of.name not in FORMATS:
         return f"weights must have one of the formats {', '.join(FORMATS)}, got {of.name}"
-    if of.two_levels:
-        return "weights must have scales of one level"
     if k_chunk == 0:
         return f"rows of weights must have a multiple of 64 columns, got {K}"
     if of.bits == 8 and of.scale not in ("end", "sum", "block"):

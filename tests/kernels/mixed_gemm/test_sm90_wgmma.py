@@ -699,6 +699,7 @@ GPU_SCHEMES = [*INT4, "int4_w4a8", *(f"{name}:zp" for name in INT4), "mxfp4_w4a1
 SHORT_INT4 = ["int4_w4a16:g64", "int4_w4a16:g64:zp", "int4_w4a16:g32", "int4_w4a16:g32:zp"]
 PREPARED = ["mxfp4_w4a16 prepared", "nvfp4_w4a16 prepared"]
 GPU_SCHEMES += ["int4_w4a16:g64 float16", "int4_w4a16:g128:zp float32"]  # groups' sums are scaled
+GPU_SCHEMES += ["int4_w4a16:g32:super:min", "iq4_w4a16:g32:super"]
 GPU_SCHEMES += ["int4_w4a16:g32:min", "int4_w4a16:g128:min", "int4_w4a16:g32:min float32"]
 GPU_SCHEMES += [*PREPARED, "int8_w8a16:channel", "int8_w8a16:g64:zp", "int8_w8a16:g128"]
 GPU_SCHEMES += [f"fp8_w8a16:{name}" for name in ("tensor", "channel", "block")]
