@@ -60,7 +60,7 @@ print(json.dumps(steps))
 @pytest.mark.slow  # a fresh process imports transformers' models, 5 s
 def test_the_transformers_integration_is_light():
     """It imports no library that transformers' models did not, and of this package neither what
-    reads checkpoints nor kernels, commands or bundles.
+    reads checkpoints nor kernels, commands, bundles, `MoELayer` or dispatchers of tokens.
     """
     code = """
 import json, sys
@@ -69,8 +69,8 @@ before = set(sys.modules)
 import moe_ops.integrations.transformers
 new = set(sys.modules) - before
 later = ("bench", "bundle", "info", "integrations.checkpoints", "kernels.device", "kernels.gemm",
-         "kernels.mixed_gemm.sm80_mma", "kernels.place.sort", "kernels.router.topk", "selfcheck",
-         "tuning")
+         "kernels.mixed_gemm.sm80_mma", "kernels.place.sort", "kernels.router.topk", "nn.layer",
+         "parallel.dispatchers", "parallel.symmetric_memory", "selfcheck", "tuning")
 print(json.dumps([
     sorted({name.split(".")[0] for name in new}),
     sorted(name for name in new if name.startswith(tuple(f"moe_ops.{n}" for n in later))),

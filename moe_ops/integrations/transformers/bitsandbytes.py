@@ -13,7 +13,6 @@ from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
-from moe_ops.integrations.checkpoints import bitsandbytes
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.config import MoeOpsConfig
 from moe_ops.integrations.transformers.quantizer import (
@@ -53,6 +52,8 @@ def save_bitsandbytes(
             not have, or kept as (E, columns, rows), whose blocks would run over other numbers;
             adapters on experts; or other layers that another library than bitsandbytes quantized.
     """
+    from moe_ops.integrations.checkpoints import bitsandbytes  # with all that reads checkpoints
+
     if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             f"model must be a transformers model without adapters, got {type(model).__name__}; "
@@ -161,6 +162,8 @@ def _stored(
     """The tensors of a parameter of experts. transformers takes a tensor of the numbers of its
     rows apart, which says which rows belong to each matrix.
     """
+    from moe_ops.integrations.checkpoints import bitsandbytes
+
     turned = weight.weight_layout == TRANSPOSED
     natural = natural_rows(weight)
     E, N, _ = natural.shape

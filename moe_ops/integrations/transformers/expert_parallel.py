@@ -30,7 +30,6 @@ from moe_ops.integrations.transformers.families import HfModule
 from moe_ops.integrations.transformers.hook import NAME
 from moe_ops.integrations.transformers.quantizer import MoeOpsQuantizer
 from moe_ops.parallel.collectives import Ranks, largest
-from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce
 from moe_ops.parallel.invariance import check
 from moe_ops.tensors import sharding
 
@@ -63,6 +62,8 @@ class ExpertParallel(EPImplementation):
     """
 
     def __init__(self, experts: HfModule, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        from moe_ops.parallel.dispatchers import AllGatherReduceScatter, AllReduce
+
         super().__init__(experts, ep_mesh, tp_mesh)
         self.first_expert = ep_mesh.get_local_rank() * self.num_local_experts
         group = ep_mesh.get_group()

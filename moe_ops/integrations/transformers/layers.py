@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from moe_ops.integrations.transformers.activations import OPTIONS, PREFIX, turned
 from moe_ops.integrations.transformers.families import OUTSIDE, Experts, HfModule, outside_of
-from moe_ops.nn.layer import MoELayer
 from moe_ops.residency.holding import held_by
 from moe_ops.tensors import ExpertTensor, sharding
 
@@ -203,6 +202,8 @@ def find(model: nn.Module) -> list[Layer]:
     Raises:
         ValueError: it is no module, there are none, or only some that nothing here can serve.
     """
+    from moe_ops.nn.layer import MoELayer  # with all that sends tokens between ranks
+
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     found, unknown, ours = [], [], []
