@@ -40,7 +40,7 @@ FLOORS = (
     "nn bundle",
     "warmup selfcheck",
     "info tuning integrations",
-    "bench",  # of the folders that integrations read
+    "bench serve",  # of the folders that integrations read, of a server over them
     # the face, moe_ops/__init__.py; on top, because it has the integrations wait for the libraries
     # that they integrate with
     "moe_ops",

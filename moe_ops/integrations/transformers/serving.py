@@ -1,0 +1,182 @@
+"""`python -m moe_ops.serve`: transformers' own server over a model whose experts run on moe_ops.
+
+The server is `transformers serve`, which has no flag for experts: what it constructs while it
+starts, a manager of models and a state of generations, is replaced by classes of the same that
+also attach, quantize and warm up the model, and start continuous batching before the first
+request, which would decide for all others how tokens are sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.utils.import_utils import is_serve_available
+
+from moe_ops.backends import BACKENDS
+from moe_ops.integrations.transformers.attach import attach
+from moe_ops.integrations.transformers.config import MoeOpsConfig
+from moe_ops.integrations.transformers.routers import fuse_routers
+from moe_ops.warmup import warmup
+
+_PATIENCE = 1800.0  # seconds until a first request, which captures graphs, counts as lost
+_BATCH_TOKENS = 2048  # of a step, prompts and decodes together, where nobody says another
+_MOST_REQUESTS = 256  # that decode together, whose powers of two are warmed up
+_SAMPLING = ("temperature", "top_p", "top_k")
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """(options of this launcher, those of `transformers serve`)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_ops.serve",
+        description="Serve a mixture-of-experts model with transformers' OpenAI-compatible "
+        "server, its experts on moe_ops.",
+        epilog="All other options are those of `transformers serve`, e.g. --port 8000, "
+        "--attn-implementation flash_attention_2.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", help="folder, or name on the Hub")
+    add("--scheme", help="quantize the experts, e.g. int4_w4a16")
+    add(
+        "--backend",
+        default="auto",
+        choices=["auto", *(b.name for b in BACKENDS)],
+        help="of all expert calls",
+    )
+    add("--gpu-memory", help='experts in host memory, e.g. "12GiB" or "auto" (docs/residency.md)')
+    add("--no-fused-routers", action="store_true", help="leave routers to transformers")
+    add("--no-continuous-batching", action="store_true", help="one request after the other")
+    add("--no-cuda-graphs", action="store_true", help="run each step eagerly")
+    add("--cb-max-batch-tokens", type=int, metavar="N", help="in one step; on a GPU 2048")
+    add("--no-warmup", action="store_true", help="compile when requests come")
+    of_all = "of all requests, where they are batched"
+    add("--temperature", type=float, default=0.0, help=f"{of_all}; 0, the default, is greedy")
+    add("--top-p", type=float, help=of_all)
+    add("--top-k", type=int, help=of_all)
+    given, rest = parser.parse_known_args(argv)
+    if given.temperature < 0:
+        parser.error(f"--temperature must be at least 0, got {given.temperature}")
+    if given.cb_max_batch_tokens is None and torch.cuda.is_available():
+        given.cb_max_batch_tokens = _BATCH_TOKENS
+    for name, ours in (("--quantization", "--scheme"), ("--continuous-batching", "it is on")):
+        if name in rest:
+            parser.error(f"{name} is not taken here: {ours}")
+    return given, rest
+
+
+def server_options(given: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """The arguments of `transformers serve`."""
+    options = [given.model, *rest]
+    if not given.no_continuous_batching:
+        options.append("--continuous-batching")
+        if given.cb_max_batch_tokens is not None:
+            options += ["--cb-max-batch-tokens", str(given.cb_max_batch_tokens)]
+        said = any("cb-use-cuda-graph" in option for option in rest)
+        if torch.cuda.is_available() and not said:
+            graphs = "no-" if given.no_cuda_graphs else ""
+            options.append(f"--{graphs}cb-use-cuda-graph")
+    return options
+
+
+def prepare(model: Any, given: argparse.Namespace) -> None:
+    """Attach a loaded model, set how it samples, and warm it up for decoding and for the largest
+    batch.
+    """
+    print(attach(model, given.backend), flush=True)
+    if not given.no_fused_routers:
+        print(fuse_routers(model), flush=True)
+    of = model.generation_config
+    of.do_sample = given.temperature > 0
+    for name in _SAMPLING:
+        value = getattr(given, name)
+        # what does not count where nothing is sampled would only be warned of
+        setattr(of, name, value if of.do_sample and value is not None else None)
+    if not given.no_warmup:
+        counts = [1 << i for i in range(_MOST_REQUESTS.bit_length())]
+        most = given.cb_max_batch_tokens
+        if most is not None:
+            counts = [n for n in counts if n < most] + [most]
+        print(warmup(model, counts), flush=True)
+
+
+def try_batching(batches: Any, model: Any) -> None:
+    """Generate two tokens by continuous batching.
+
+    Raises:
+        RuntimeError: it does not serve this model. Nothing but a field of results says that.
+    """
+    first = next(i for i in (model.config.get_text_config().bos_token_id, 0) if i is not None)
+    name = batches.add_request([first], max_new_tokens=2)
+    result = batches.get_result(name, timeout=_PATIENCE)
+    error = batches.background_thread_status.fatal_error
+    reason = error if result is None else result.error
+    if result is None or reason:
+        raise RuntimeError(
+            f"continuous batching of transformers does not serve {type(model).__name__}: "
+            f"{str(reason or 'it did not answer').rstrip('.')}. Give --no-continuous-batching"
+        )
+
+
+def launch(given: argparse.Namespace, rest: Sequence[str]) -> Any:
+    """Start the server; returns its `Serve` when it ends, with --non-blocking at once.
+
+    Raises:
+        ImportError: its libraries are missing.
+        RuntimeError: continuous batching does not serve the model.
+    """
+    if not is_serve_available():
+        raise ImportError(
+            "moe_ops.serve needs the libraries of transformers' server; install them with: "
+            'pip install "transformers[serving]"'
+        )
+    import typer
+    from transformers.cli import serve
+    from transformers.cli.serving import model_manager, utils
+
+    managers: list[Any] = []
+
+    class Manager(model_manager.ModelManager):
+        """Loads models for moe_ops."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            managers.append(self)
+            super().__init__(*args, **kwargs)
+
+        def get_quantization_config(self) -> Any:
+            of_file = ".gguf" in given.model  # whose experts stay packed
+            if given.scheme is None and given.gpu_memory is None and not of_file:
+                return None
+            return MoeOpsConfig(given.scheme, given.backend, gpu_memory=given.gpu_memory)
+
+        def _load_model(self, *args: Any, **kwargs: Any) -> Any:
+            model = super()._load_model(*args, **kwargs)
+            prepare(model, given)
+            return model
+
+    class State(utils.GenerationState):
+        """Starts continuous batching with the model that was loaded first."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            for name, loaded in managers[0].loaded_models.items():
+                if self.use_continuous_batching(loaded.model, utils.Modality.LLM):
+                    batching = self.get_manager(name, use_cb=True)
+                    batching.init_cb(loaded.model, loaded.model.generation_config)
+                    try_batching(batching._cb, loaded.model)
+
+    before = model_manager.ModelManager, utils.GenerationState
+    model_manager.ModelManager, utils.GenerationState = Manager, State
+    try:
+        app = typer.Typer(add_completion=False)
+        app.command()(serve.Serve)
+        return app(server_options(given, rest), standalone_mode=False)
+    finally:
+        model_manager.ModelManager, utils.GenerationState = before
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    launch(*parse(argv))

@@ -1,0 +1,193 @@
+"""`python -m moe_ops.serve`: transformers' server around experts on moe_ops."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("fastapi", reason="needs transformers[serving]")
+pytest.importorskip("uvicorn", reason="needs transformers[serving]")
+
+from moe_ops.integrations.transformers import serving
+from tests.support.paths import ROOT
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "eos_token_id": None,
+    "pad_token_id": 256,
+    "bos_token_id": None,
+    "max_position_embeddings": 512,
+}
+PROMPTS = ("hello world", "a", "experts of a mixture")
+
+
+def save_tokenizer(folder):
+    """Bytes, and turns as Qwen marks them, which the server parses answers by."""
+    tokenizers = pytest.importorskip("tokenizers")
+    bytes_of = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate([*bytes_of, "<pad>"])}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    fast.save_pretrained(folder)
+    return fast
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("qwen3_moe"))
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=8, num_experts_per_tok=2
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def options(folder: str, *more: str) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    few = ["--cb-num-blocks", "16", "--cb-max-batch-tokens", "128", "--dtype", "float32"]
+    return [folder, "--port", str(port), "--device", "cpu", "--non-blocking", *few, *more]
+
+
+def answer(port: int, folder: str, prompt: str, stream: bool = False) -> str:
+    body = {"model": folder, "messages": [{"role": "user", "content": prompt}]}
+    body |= {"max_tokens": 8, "stream": stream}
+    request = urllib.request.Request(
+        f"http://localhost:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        text = response.read().decode()
+    if not stream:
+        return json.loads(text)["choices"][0]["message"]["content"]
+    parts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"].get("content") for part in parts for choice in part["choices"]]
+    return "".join([delta or "" for delta in deltas])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["", "int8_w8a16:g32"])
+@pytest.mark.parametrize("batching", [True, False])
+def test_answers_are_those_of_generate(folder, scheme, batching, capfd):
+    """Greedily, of several clients at once, streamed or not."""
+    quantized = ["--scheme", scheme] if scheme else []
+    given, rest = serving.parse(
+        options(folder, *quantized, *([] if batching else ["--no-continuous-batching"]))
+    )
+    server = serving.launch(given, rest)
+    try:
+        while not server.server.started:
+            assert server._thread.is_alive()
+        port = server.server.config.port
+        found: dict[tuple[str, bool], str] = {}
+
+        def ask(prompt: str, stream: bool) -> None:
+            found[prompt, stream] = answer(port, folder, prompt, stream)
+
+        calls = [(prompt, stream) for prompt in PROMPTS for stream in (False, True)]
+        threads = [threading.Thread(target=ask, args=call) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        server.kill_server()
+    said = capfd.readouterr().out
+    assert "fused_experts, silu" in said and "route_tokens" in said and "M = 128" in said
+
+    config = serving.MoeOpsConfig(scheme) if scheme else None
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for prompt in PROMPTS:
+        turns = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        out = model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :]
+        want = tokenizer.decode(out, skip_special_tokens=True)
+        assert found[prompt, False] == want
+        # a stream holds bytes back until they are a character
+        assert found[prompt, True].rstrip("\ufffd") == want.rstrip("\ufffd")
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_batched_is_refused_at_the_start(tmp_path):
+    """transformers answers its requests with nothing, and reports success."""
+    torch.manual_seed(0)
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    groups = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    config = transformers.DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4},
+        **ranks,
+        **groups,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+    )
+    transformers.DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    with pytest.raises(RuntimeError, match="not serve DeepseekV3.*Give --no-continuous-batching"):
+        serving.launch(*serving.parse(options(str(tmp_path), "--no-warmup")))
+
+
+def test_options_of_the_server_are_passed_on(monkeypatch):
+    given, rest = serving.parse(["m", "--port", "1", "--scheme", "int4_w4a16", "--enable-cors"])
+    assert given.scheme == "int4_w4a16" and rest == ["--port", "1", "--enable-cors"]
+    given.cb_max_batch_tokens = 77
+    for cuda, graphs in ((False, []), (True, ["--cb-use-cuda-graph"])):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        batched = ["--continuous-batching", "--cb-max-batch-tokens", "77", *graphs]
+        assert serving.server_options(given, rest) == ["m", *rest, *batched]
+    given.no_cuda_graphs = True
+    assert serving.server_options(given, rest)[-1] == "--no-cb-use-cuda-graph"
+    assert serving.server_options(given, ["--cb-use-cuda-graph"])[1:] == [
+        "--cb-use-cuda-graph",
+        *batched[:3],
+    ]
+    given.no_continuous_batching = True
+    assert serving.server_options(given, rest) == ["m", *rest]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert serving.parse(["m"])[0].cb_max_batch_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["m", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
+        (["m", "--quantization", "x"], "--quantization is not taken here: --scheme"),
+        (["m", "--backend", "cublas"], "invalid choice: 'cublas'"),
+    ],
+)
+def test_errors(argv, sentence, capsys):
+    with pytest.raises(SystemExit):
+        serving.parse(argv)
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_command():
+    command = [sys.executable, "-W", "ignore", "-m", "moe_ops.serve", "--help"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0 and "--scheme" in found.stdout
