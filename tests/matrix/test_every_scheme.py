@@ -136,13 +136,14 @@ ON_CPU_TOO = [
 def scaled_in_16_bits(M: int, cuda: bool) -> tuple[str, ...]:
     """What names of schemes begin with whose weights are scaled in 16 bits beside M tokens, as
     docs/quantization.md says, beside those with minima."""
+    levels = ("iq4", "nf4", "fp4_w4a16")
     if not cuda:
         return ("int4_w4a16:g32", "iq4", "nf4_w4a16:g32", "fp4_w4a16:g32")
     if M == 1:
         return ("int4_w4a16:g32", "int4_w4a16:g128")
     if M < 150:
-        return ("int4_w4a16:g",)
-    return ("int4_w4a16:g", "int8_w8a16", "fp8_w8a16")  # experts have many rows
+        return ("int4_w4a16:g", *levels)
+    return ("int4_w4a16:g", "int8_w8a16", "fp8_w8a16", *levels)  # experts have many rows
 
 
 @pytest.mark.slow
