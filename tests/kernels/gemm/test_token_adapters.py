@@ -4,6 +4,7 @@ on a GPU."""
 import pytest
 import torch
 
+import moe_ops
 from moe_ops import LoRAStack
 from moe_ops.kernels import launch
 from moe_ops.kernels.rows.scales import rows_of
@@ -130,6 +131,59 @@ def test_a_kernel_is_compiled_for_no_mixture(where):
             out = run(case, stack, ids, "triton")
             assert_matches(out, expected(case, adapters, ids), tolerance(case.dtype))
     assert len(keys) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("M", [1, 5, 40, 300])
+@pytest.mark.parametrize(
+    ("scheme", "I"),
+    [
+        ("", 256),
+        ("fp8_block", 256),
+        ("int4_w4a16:g128", 384),
+        ("int8_w8a16:channel", 160),  # whose last chunk of columns overlaps the one before
+        ("mxfp4_w4a16", 160),
+        ("int4_w4a8", 256),
+    ],
+)
+def test_kernels_that_are_chosen_on_a_gpu(scheme, I, M):  # noqa: E741
+    """Those of mixed_gemm/sm90_wgmma.py among them, where the GPU has them."""
+    case = Case("cuda", BF16, scheme, M=M, E=6, top_k=3, K=512, I=I)
+    check(case, (16, 8, 3, 5), backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g128"])
+@torch.no_grad()
+def test_one_cuda_graph_for_all_mixtures(scheme):
+    case = Case("cuda", BF16, scheme, M=9, E=6, K=512, I=256)
+    adapters = adapters_of(case, (16, 8, 3))
+    stack, ids = LoRAStack.of(adapters), ids_of(case, 3)
+
+    def layer():
+        return moe_ops.fused_experts(
+            *case.args, **case.options, adapters=stack, adapter_ids=ids, backend="triton"
+        )
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    for seed in range(3):
+        ids.copy_(ids_of(case, 3, seed))
+        if seed == 2:
+            adapters[0] = adapters_of(case, (7,), seed=9)[0]
+            stack.put(0, adapters[0])
+        graph.replay()
+        want = layer()
+        assert torch.equal(out, want)
+        best = min(
+            [expected(case, adapters, ids, rounds) for rounds in (False, True)],
+            key=lambda t: (t - out).norm(),
+        )
+        assert_matches(out, best, tolerance(BF16, scheme, "cuda"))
 
 
 @everywhere
