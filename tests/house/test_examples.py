@@ -49,6 +49,7 @@ RUNS = {
         4,
         ("transformers",),
     ),
+    "qlora": (("--steps", "3", "--windows", "2"), 5, ("transformers", "peft")),
     "residency": (("--tokens", "3", "--slots", "2", "5"), 4, ("transformers",)),
     "warmup_and_capture": ((), 9, ()),
     "train_step": (("--steps", "2"), 3, ("transformers", "peft")),

@@ -176,3 +176,16 @@ def test_batch_invariance_is_fuzzed_and_timed():
     assert len(rows) == 6
     assert [row[-1] for row in rows[:2]] == ["[]", "[]"], "no batch differs"
     assert all(float(row[-1]) > 0 for row in rows[2:])
+
+
+@pytest.mark.slow
+def test_steps_over_nf4_are_timed():
+    """On a CPU in plain torch, whose gradients are compared with fp64; other libraries are left
+    out by name.
+    """
+    answer = run("qlora_nf4.py", "--dry-run")
+    assert answer.returncode == 0, answer.stderr
+    rows = [line.split() for line in answer.stdout.splitlines()]
+    times = [float(row[1]) for row in rows if len(row) == 6 and row[0] in ("bf16", "nf4")]
+    assert len(times) == 4 and min(times) > 0
+    assert "no archive with bitsandbytes/" in answer.stdout

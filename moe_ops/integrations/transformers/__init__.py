@@ -34,6 +34,7 @@ from moe_ops.integrations.transformers.bitsandbytes import save_bitsandbytes
 from moe_ops.integrations.transformers.config import MoeOpsConfig
 from moe_ops.integrations.transformers.fp8 import fp8_experts_forward
 from moe_ops.integrations.transformers.hook import NAME, AttachReport, LayerReport
+from moe_ops.integrations.transformers.merge import MergedWeight, MergeReport, merge_adapters
 from moe_ops.integrations.transformers.offload import offload
 from moe_ops.integrations.transformers.quantize import is_experts, quantize, quantize_weights
 from moe_ops.integrations.transformers.replay import (
@@ -59,6 +60,8 @@ __all__ = [
     "NAME",
     "AttachReport",
     "LayerReport",
+    "MergeReport",
+    "MergedWeight",
     "MoeOpsConfig",
     "ResidencyReport",
     "RouterReport",
@@ -68,6 +71,7 @@ __all__ = [
     "fp8_experts_forward",
     "fuse_routers",
     "is_experts",
+    "merge_adapters",
     "offload",
     "quantize",
     "quantize_weights",

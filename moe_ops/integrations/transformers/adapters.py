@@ -37,30 +37,36 @@ def attach_wrappers(model: nn.Module, layers: Sequence[Layer], implementation: s
         ValueError: a layer has wrappers and is spread over processes by expert parallelism.
     """
     found: set[str] = set()
+    for layer, module in wrappers_of(model, layers):
+        if layer.resident is not None:
+            raise ValueError(
+                f"{layer.name} must hold its experts itself where PEFT has adapters on them, "
+                "got experts in host memory; adapt other parts of the model alone"
+            )
+        if getattr(layer.owner, "_is_expert_parallel", False):
+            raise ValueError(
+                f"{layer.name} must hold all experts where PEFT has adapters on them, got "
+                "expert parallelism; spread the model by FSDP, or merge the adapters"
+            )
+        module._activate_lora = functools.partial(_activate, implementation, module)
+        module.forward = _forward
+        hooks = module._forward_pre_hooks.values()
+        if not any([getattr(hook, "func", None) is _hand_over for hook in hooks]):
+            hook = functools.partial(_hand_over, implementation)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        found.add(layer.name)
+    return found
+
+
+def wrappers_of(model: nn.Module, layers: Sequence[Layer]) -> list[tuple[Layer, Any]]:
+    """PEFT's wrappers of these layers' weights, each beside its layer."""
     owners = {id(layer.owner): layer for layer in layers if layer.on_hook}
+    found = []
     module: Any
-    for module in model.modules():
-        if not is_wrapper(module):
-            continue
+    for module in filter(is_wrapper, model.modules()):
         layer = owners.get(id(module.get_base_layer()))
         if layer is not None and module.parameter_name in layer.weights:
-            if layer.resident is not None:
-                raise ValueError(
-                    f"{layer.name} must hold its experts itself where PEFT has adapters on them, "
-                    "got experts in host memory; adapt other parts of the model alone"
-                )
-            if getattr(layer.owner, "_is_expert_parallel", False):
-                raise ValueError(
-                    f"{layer.name} must hold all experts where PEFT has adapters on them, got "
-                    "expert parallelism; spread the model by FSDP, or merge the adapters"
-                )
-            module._activate_lora = functools.partial(_activate, implementation, module)
-            module.forward = _forward
-            hooks = module._forward_pre_hooks.values()
-            if not any([getattr(hook, "func", None) is _hand_over for hook in hooks]):
-                hook = functools.partial(_hand_over, implementation)
-                module.register_forward_pre_hook(hook, with_kwargs=True)
-            found.add(layer.name)
+            found.append((layer, module))
     return found
 
 
@@ -75,7 +81,7 @@ def _hand_over(
     kwargs = kwargs | {"moe_ops_wrapper": wrapper, "moe_ops_here": here}
     if not here or wrapper.disable_adapters or wrapper.merged:
         return args, kwargs
-    own = [_adapter(wrapper, name) for name in wrapper.active_adapters if name in wrapper.lora_A]
+    own = [adapter_of(wrapper, name) for name in wrapper.active_adapters if name in wrapper.lora_A]
     handed = kwargs.get("moe_ops_adapters", ())
     return args, kwargs | {"moe_ops_adapters": (*handed, *own)}
 
@@ -95,7 +101,7 @@ def _runs_here(wrapper: Any, implementation: str) -> bool:
     return wrapper.get_base_layer().config._experts_implementation == implementation
 
 
-def _adapter(wrapper: Any, name: str) -> LoRA:
+def adapter_of(wrapper: Any, name: str) -> LoRA:
     """One of a wrapper's adapters. PEFT keeps lora_A as (E * r, columns), the expert slowest, and
     lora_B as (rows, r * E), the expert fastest, however the module lays out its parameter.
     """
@@ -193,7 +199,7 @@ def _stacked(wrapper: Any, names: tuple[str, ...], x: Tensor) -> tuple[Tensor, T
     weights = [of[name].weight for name in here for of in (wrapper.lora_A, wrapper.lora_B)]
     known = _stacks.get(wrapper)
     if known is None or not known.is_of(names, scales, weights, dtype):
-        adapters = {name: _adapter(wrapper, name) for name in here}
+        adapters = {name: adapter_of(wrapper, name) for name in here}
         second = wrapper.parameter_name == "down_proj"
         pairs: dict[str, Any] = {n: one[2:4] if second else one[:2] for n, one in adapters.items()}
         (E, _, columns), (_, rows, _) = [t.shape for t in pairs[here[0]]]

@@ -243,7 +243,9 @@ def test_saved_and_loaded(tmp_path):
     assert calls.names == BOTH
 
 
-@pytest.mark.parametrize("scheme", ["int4_w4a16:g32", "mxfp4_w4a16", "fp8_channel"])
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16:g32", "mxfp4_w4a16", "fp8_channel", "nf4_w4a16:g32"]
+)
 def test_quantized_weights(scheme):
     """Against PEFT on the dequantized weights, which it adds its product to."""
     rounded = moe_ops.schemes.get_scheme(scheme).activation is not None
@@ -263,6 +265,107 @@ def test_quantized_weights(scheme):
     # e4m3 activations are off by up to 2^-4
     grads = check(model, reference, within=0.05 if rounded else 2e-6)
     assert len(grads) == 4
+
+
+def test_a_model_trains_over_nf4():
+    """The loss falls, and nothing else than adapters gets gradients or moves."""
+    model = adapted(
+        prepare=lambda model: integration.quantize(model.float(), "nf4_w4a16:g32"),
+        dtype=torch.float32,
+        init_lora_weights=True,
+        r=4,
+    )
+    integration.attach(model)
+    frozen = {
+        name: t.clone()
+        for name, p in model.named_parameters()
+        if not p.requires_grad
+        for t in ([p.qdata, p.scale] if isinstance(p, moe_ops.ExpertTensor) else [p])
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.02)
+    losses = []
+    for _ in range(12):
+        with Calls() as calls:
+            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+        assert calls.names == BOTH
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert all("lora" in n for n, p in model.named_parameters() if p.requires_grad)
+    for name, p in model.named_parameters():
+        if name in frozen:
+            last = p.scale if isinstance(p, moe_ops.ExpertTensor) else p
+            assert p.grad is None and torch.equal(last, frozen[name])
+
+
+@pytest.mark.parametrize(
+    "family, scheme, merged",
+    [
+        ("qwen3_moe", "nf4_w4a16:g32", None),
+        ("qwen3_moe", "nf4_w4a16:g32", "int8_w8a16:channel"),
+        ("gpt_oss", "int4_w4a16:g32", None),  # (E, columns, rows)
+    ],
+)
+def test_merged_into_quantized_weights(family, scheme, merged):
+    """Each weight is the sum, quantized; the report says what that loses."""
+    model = adapted(family, prepare=lambda m: integration.quantize(m.float(), scheme))
+    integration.attach(model)
+    add_adapter(model, "other", r=2)
+    model.base_model.set_adapter(["default", "other"])
+    owner = experts_of(model)
+    wanted = {}
+    for wrapper in [m for m in model.modules() if hasattr(m, "parameter_name")]:
+        weight = getattr(owner, wrapper.parameter_name).detach().dequantize(torch.float64)
+        change = sum(
+            wrapper.get_delta_weight(name).detach().double() for name in ("default", "other")
+        )
+        wanted[wrapper.parameter_name] = (weight + change, change)
+    report = integration.merge_adapters(model, merged)
+    assert len(report.weights) == 2 and str(report).count("of what the adapters add") == 2
+    for said in report.weights:
+        name = said.name.rpartition(".")[2]
+        total, change = wanted[name]
+        weight = getattr(owner, name).detach()
+        assert weight.scheme == said.scheme == (merged or scheme)
+        assert weight.shape == total.shape and weight.dtype == torch.float32
+        turned = owner.is_transposed
+        plain = (total.mT if turned else total).contiguous().float()
+        again = moe_ops.quantize(plain, merged or scheme).dequantize().double()
+        off = (weight.dequantize().double().mT if turned else weight.dequantize().double()) - again
+        assert off.norm() < 0.01 * total.norm()  # a weight at a midpoint may go either way
+        lost = (weight.dequantize().double() - total).norm()
+        assert abs(said.error - lost / total.norm()) < 1e-5
+        assert abs(said.change_error - lost / change.norm()) < 1e-4
+        assert said.error < (0.02 if merged else 0.15)
+    with Calls() as calls:
+        got = logits_of(model)
+    assert calls.names == ["torch_experts"]  # without adapters
+    with pytest.warns(UserWarning, match="already merged"):
+        unloaded = model.merge_and_unload()
+    assert not [n for n, _ in unloaded.named_parameters() if "lora" in n]
+    assert torch.equal(logits_of(unloaded), got)
+
+
+def test_what_is_not_merged():
+    with pytest.raises(ValueError, match="must have active adapters on quantized experts"):
+        integration.merge_adapters(adapted())
+    model = adapted(prepare=lambda m: integration.quantize(m.float(), "nf4_w4a16:g32"))
+    before = experts_of(model).down_proj.qdata.clone()
+    for scheme, message in (
+        ("int4_w4a16:g128", "cannot have scheme .*multiple of 128"),
+        ("fp8_tensor_static", "static activation scales"),
+        ("nf5", "scheme must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            integration.merge_adapters(model, scheme)
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "lora_B" in n)[0] = torch.nan
+    with pytest.raises(ValueError, match="adapter 'default' of .* must be finite"):
+        integration.merge_adapters(model)
+    assert torch.equal(experts_of(model).down_proj.qdata, before)
 
 
 @pytest.mark.slow

@@ -1,0 +1,142 @@
+"""merge_adapters(): PEFT's adapters on quantized experts, merged by quantizing the sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops.integrations.transformers import layers as layers_of
+from moe_ops.integrations.transformers.adapters import adapter_of, wrappers_of
+from moe_ops.integrations.transformers.config import MoeOpsConfig
+from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.integrations.transformers.quantizer import mark_quantized
+from moe_ops.schemes import QuantScheme, get_scheme
+from moe_ops.tensors import ExpertTensor, quantize
+
+
+@dataclass(frozen=True)
+class MergedWeight:
+    """One weight of experts.
+
+    Attributes:
+        name: of the parameter in the model.
+        scheme: of the merged weight.
+        error: |merged - sum| / |sum|, where the sum is that of the weight before and of what the
+            adapters add to it.
+        change_error: |merged - sum| / |what the adapters add|: from 1 on, as much is lost as was
+            learned.
+    """
+
+    name: str
+    scheme: str
+    error: float
+    change_error: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} -> {self.scheme}: error {self.error:.2g} of the sum, "
+            f"{self.change_error:.2g} of what the adapters add"
+        )
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """The result of `merge_adapters`; str() has one line for each weight."""
+
+    weights: tuple[MergedWeight, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.weights))
+
+
+def merge_adapters(model: nn.Module, scheme: str | QuantScheme | None = None) -> MergeReport:
+    """Merge the active adapters on quantized experts: each weight becomes the sum of its values
+    and of what the adapters add, quantized again. All checks are made before the first weight
+    changes.
+
+    PEFT counts these adapters as merged. `model.merge_and_unload()` merges those on other layers
+    and returns the model without adapters. The adapters cannot be taken out again.
+
+    The weights before are levels of their scheme, so that what adapters add is lost where it is
+    less than half the step to the next one: the report says how much that is. A scheme of more
+    bits keeps it, and so do adapters that are not merged.
+
+    Args:
+        model: a PEFT model whose experts are quantized.
+        scheme: of the merged weights, as for `moe_ops.quantize`; None: the scheme that each has.
+
+    Raises:
+        ValueError: no active adapter on quantized experts; adapters that are not finite; experts
+            that are spread over processes; a scheme that does not fit a weight.
+    """
+    found = [
+        (layer, wrapper)
+        for layer, wrapper in wrappers_of(model, layers_of.find(model))
+        if isinstance(layer.weight(wrapper.parameter_name), ExpertTensor) and _active(wrapper)
+    ]
+    if not found:
+        raise ValueError(
+            "model must have active adapters on quantized experts, got none; plain weights are "
+            "merged by model.merge_and_unload()"
+        )
+    wanted = None if scheme is None else get_scheme(scheme)
+    for layer, wrapper in found:
+        _check(layer, wrapper, wanted)
+    merged = tuple([_merge(layer, wrapper, wanted) for layer, wrapper in found])
+    if wanted is not None:
+        mark_quantized(model, MoeOpsConfig(wanted))
+    return MergeReport(merged)
+
+
+def _active(wrapper: Any) -> list[str]:
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    return [name for name in names if name not in wrapper.merged_adapters]
+
+
+def _check(layer: Layer, wrapper: Any, scheme: QuantScheme | None) -> None:
+    name = layer.parameter_name(wrapper.parameter_name)
+    if layer.sharded:
+        raise ValueError(
+            f"{name} must be whole to merge adapters into it, got a part of it on each process"
+        )
+    for adapter in _active(wrapper):
+        a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise ValueError(f"adapter {adapter!r} of {name} must be finite, got inf or NaN")
+    if scheme is not None:
+        if scheme.activation is not None and scheme.activation.static:
+            raise ValueError(f"scheme must not have static activation scales, got {scheme.name!r}")
+        reason = scheme.why_not_shape(*layer.natural_weight(wrapper.parameter_name).shape[1:])
+        if reason:
+            raise ValueError(f"{name} cannot have scheme {scheme.name!r}: {reason}")
+
+
+def _merge(layer: Layer, wrapper: Any, scheme: QuantScheme | None) -> MergedWeight:
+    name, active = wrapper.parameter_name, _active(wrapper)
+    before: Any = layer.natural_weight(name)
+    change = torch.zeros(before.shape, device=before.device)
+    for adapter in active:
+        a13, b13, a2, b2, scale = adapter_of(wrapper, adapter)
+        a, b = (a2, b2) if a13 is None else (a13, b13)
+        assert a is not None and b is not None
+        change.baddbmm_(b.detach().float(), a.detach().float(), alpha=scale)
+    total = before.dequantize(torch.float32).add_(change)
+    same = scheme is None or scheme.name == before.scheme
+    weight = quantize(
+        total.to(before.dtype),
+        before.scheme if scheme is None else scheme,
+        activation_scale=before.activation_scale if same else None,
+    )
+    layer.replace(name, lambda _: weight, {})
+    wrapper.merged_adapters.extend(active)
+    off = _norm(weight.dequantize(torch.float32).sub_(total))
+    return MergedWeight(
+        layer.parameter_name(name), weight.scheme, off / _norm(total), off / _norm(change)
+    )
+
+
+def _norm(t: Tensor) -> float:
+    return t.norm().item() or 1.0
