@@ -4,6 +4,8 @@ The files are of `tools.llama_cpp`: their Q8_0 blocks hold the numbers of the mo
 conversions, which computed the logits without moe_ops.
 """
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from moe_ops.integrations.transformers import MoeOpsConfig
 from moe_ops.integrations.transformers.gguf_names import ARCHITECTURES
 from moe_ops.integrations.transformers.layers import find
 from moe_ops.tensors import ExpertTensor
+from tests.integrations.checkpoints.test_gguf import mutated
 from tests.integrations.transformers.test_families import relative
 
 FIXTURES = ROOT / "tests" / "fixtures" / "gguf_models"
@@ -310,3 +313,30 @@ def test_each_tensor_is_needed_and_known(name, tmp_path):
             ValueError, match=r"model.gguf must have a name|token_embd.weight must"
         ):
             load(changed(name, tmp_path, tensors={tensor: None, other: content}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_mutations_give_what_the_file_states_or_an_error(name, tmp_path):
+    """What loads is what a reader that checks nothing has written into another file."""
+    whole = (FIXTURES / f"{name}.gguf").read_bytes()
+    _, _, places = gguf.read(whole)
+    header = max(places.values()) + 80
+    rng, path, loaded = random.Random(0), tmp_path / "model.gguf", 0
+    for _ in range(60):
+        content = mutated(whole, header, rng)
+        path.write_bytes(content)
+        try:
+            state = load(path).state_dict()
+        except (ValueError, RuntimeError) as error:
+            assert "model.gguf" in str(error) or "mismatch" in str(error), error
+            continue
+        loaded += 1
+        again = load(gguf.write(path, *content_of(path))).state_dict()
+        assert state.keys() == again.keys()
+        for key, value in state.items():
+            other = again[key]
+            if isinstance(value, ExpertTensor):
+                value, other = value.dequantize(), other.dequantize()
+            assert torch.equal(value, other), key
+    assert loaded > 2

@@ -1,0 +1,218 @@
+"""A small MoE that llama.cpp quantizes, generating through transformers and moe_ops on a CPU.
+
+    python examples/tiny_moe/train.py --width 256 --steps 500 --batch-size 4 --lr 2e-3 \\
+        --experts grouped_mm --out MODEL
+    python -m tools.gguf_generate --sources FOLDER --model MODEL [--write]
+
+MODEL becomes GGUF by llama.cpp's converter and quantizer (`tools.llama_cpp` says what FOLDER is).
+Of each preset the model with packed experts and fp32 activations must write the greedy text of the
+model that has the file's numbers in fp32, as the `gguf` package dequantizes them; and the
+perplexities of both over held-out bytes stand beside that of llama.cpp, which rounds activations
+to 8 bits. ``--write`` keeps them in benchmarks/results/gguf_generate.json, and makes the table of
+docs/gguf.md anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools import llama_cpp
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "gguf_generate.json"
+DOCUMENT = ROOT / "docs" / "gguf.md"
+MARKS = "<!-- made by tools/gguf_generate.py -->\n", "<!-- end -->\n"
+PRESETS = {
+    "Q4_K_M": llama_cpp.Q4_K_M,
+    "Q8_0": llama_cpp.Q8_0,
+    "MXFP4_MOE": llama_cpp.MXFP4_MOE,
+}
+WINDOW, WINDOWS = 256, 64  # of held-out bytes
+PROMPTS = [slice(i, i + 64) for i in range(20_000, 60_000, 5_000)]  # of those behind them
+NEW_TOKENS = 160
+LIMIT = 0.005  # of the difference of perplexities
+NAMES = {  # of a layer of qwen3moe
+    "attn_norm": "input_layernorm.weight",
+    "attn_q": "self_attn.q_proj.weight",
+    "attn_k": "self_attn.k_proj.weight",
+    "attn_v": "self_attn.v_proj.weight",
+    "attn_output": "self_attn.o_proj.weight",
+    "attn_q_norm": "self_attn.q_norm.weight",
+    "attn_k_norm": "self_attn.k_norm.weight",
+    "ffn_norm": "post_attention_layernorm.weight",
+    "ffn_gate_inp": "mlp.gate.weight",
+}
+OUTSIDE = {
+    "token_embd": "model.embed_tokens.weight",
+    "output_norm": "model.norm.weight",
+    "output": "lm_head.weight",
+}
+
+
+def dequantized(model: Path, path: Path) -> tuple[Any, dict[str, int]]:
+    """The plain fp32 model of a file's numbers, and how many tensors of experts have each type."""
+    import gguf
+    import transformers
+
+    found, types = {}, Counter[str]()
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        found[tensor.name.removesuffix(".weight")] = torch.from_numpy(values.copy())
+        if "_exps" in tensor.name:
+            types[tensor.tensor_type.name] += 1
+    config = transformers.AutoConfig.from_pretrained(model)
+    state = {to: found[name] for name, to in OUTSIDE.items()}
+    for i in range(config.num_hidden_layers):
+        layer = {to: found[f"blk.{i}.{name}"] for name, to in NAMES.items()}
+        gate, up, down = (found[f"blk.{i}.ffn_{of}_exps"] for of in ("gate", "up", "down"))
+        layer |= {"mlp.experts.gate_up_proj": torch.cat((gate, up), 1)}
+        layer |= {"mlp.experts.down_proj": down}
+        state |= {f"model.layers.{i}.{name}": value for name, value in layer.items()}
+    config.experts_implementation = "eager"
+    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain.load_state_dict(state)
+    return plain, dict(types)
+
+
+def greedy(model: Any, prompt: bytes) -> bytes:
+    """The prompt's continuation."""
+    ids = torch.tensor([[*prompt]])
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return bytes(made[0, ids.shape[1] :].tolist())
+
+
+def perplexity(logits_of: Callable[[list[int]], Tensor], text: bytes) -> float:
+    """exp of the mean of -log p over all bytes but the first of each window."""
+    total = 0.0
+    for i in range(WINDOWS):
+        ids = [*text[i * WINDOW : (i + 1) * WINDOW]]
+        logits = logits_of(ids)[:-1].double()
+        total += torch.nn.functional.cross_entropy(
+            logits, torch.tensor(ids[1:]), reduction="sum"
+        ).item()
+    return math.exp(total / (WINDOWS * (WINDOW - 1)))
+
+
+@torch.no_grad()
+def measure(model: Path, path: Path, text: bytes) -> dict[str, Any]:
+    """What one file gives."""
+    import transformers
+
+    from moe_ops.integrations.transformers import MoeOpsConfig
+
+    plain, types = dequantized(model, path)
+    packed = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        quantization_config=MoeOpsConfig(),
+        dtype=torch.float32,
+    ).eval()
+    forward = llama_cpp.Forward(path, WINDOW)
+    experts = [n for n, _ in packed.named_parameters() if ".experts." in n]
+    texts = [(greedy(packed, text[part]), greedy(plain, text[part])) for part in PROMPTS]
+    return {
+        "types": types,
+        "schemes": sorted({packed.get_parameter(name).scheme for name in experts}),
+        "same_texts": sum(got == want for got, want in texts),
+        "texts": len(texts),
+        "different_bytes": len({byte for got, _ in texts for byte in got}),
+        "text": texts[0][0].decode(errors="replace"),
+        "perplexity": {
+            "moe_ops": perplexity(lambda ids: packed(torch.tensor([ids])).logits[0], text),
+            "dequantized": perplexity(lambda ids: plain(torch.tensor([ids])).logits[0], text),
+            "llama.cpp": perplexity(forward.logits, text),
+        },
+    }
+
+
+def check(result: dict[str, Any]) -> None:
+    """Raise AssertionError unless a file gives what it must."""
+    found = result["perplexity"]
+    assert result["same_texts"] == result["texts"] and result["different_bytes"] > 20, result
+    assert abs(found["moe_ops"] / found["dequantized"] - 1) < 1e-5, found
+    assert abs(found["moe_ops"] / found["llama.cpp"] - 1) < LIMIT, found
+
+
+def table(results: dict[str, Any]) -> str:
+    """The rows of docs/gguf.md."""
+    rows = [
+        "| preset | types of the experts' tensors | same texts | perplexity | of llama.cpp |",
+        "|---|---|---|---|---|",
+    ]
+    for preset, found in results["presets"].items():
+        types = ", ".join(f"{count} {name}" for name, count in sorted(found["types"].items()))
+        values = found["perplexity"]
+        rows.append(
+            f"| {preset} | {types} | {found['same_texts']} of {found['texts']} | "
+            f"{values['moe_ops']:.4f} | {values['llama.cpp']:.4f} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def write_document(results: dict[str, Any]) -> None:
+    begin, end = MARKS
+    before, _, rest = DOCUMENT.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    DOCUMENT.write_text(before + begin + table(results) + end + after)
+
+
+def main() -> None:
+    from moe_ops.bench.timing import machine_facts
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sources", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    text = (ROOT / "examples" / "tiny_moe" / "held_out.txt").read_bytes()
+    config = json.loads((args.model / "config.json").read_text())
+    versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
+    pins = (args.sources / "llama_cpp" / "__init__.py").read_text()
+    llama = re.search(r'__version__ = "([^"]+)"', pins)
+    presets: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "f32.gguf"
+        llama_cpp.convert(args.sources, args.model, plain)
+        for preset, number in PRESETS.items():
+            path = Path(folder) / f"{preset}.gguf"
+            llama_cpp.quantize(plain, path, number)
+            presets[preset] = measure(args.model, path, text)
+            print(preset, json.dumps(presets[preset], indent=1))
+            check(presets[preset])
+    results = {
+        "command": "python -m tools.gguf_generate --sources FOLDER --model MODEL --write",
+        "machine": machine_facts(),
+        "versions": versions | {"llama-cpp-python": llama[1] if llama else ""},
+        "model": {key: config[key] for key in ("hidden_size", "moe_intermediate_size")}
+        | {"layers": config["num_hidden_layers"], "experts": config["num_local_experts"]},
+        "tokens": WINDOWS * WINDOW,
+        "new_tokens": NEW_TOKENS,
+        "presets": presets,
+    }
+    assert {"Q4_K", "Q6_K"} == presets["Q4_K_M"]["types"].keys(), presets["Q4_K_M"]["types"]
+    if args.write:
+        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        write_document(results)
+
+
+if __name__ == "__main__":
+    main()
