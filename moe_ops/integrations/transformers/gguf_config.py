@@ -245,6 +245,8 @@ def _linear_attention(fields: Fields, said: Said, rope: Said) -> None:
     said["layer_types"] = [kinds[bool(is_linear)] for is_linear in linear[:count]]
     sections = fields.get("rope.dimension_sections")  # of images: equal in text
     if sections is not None:
+        if type(sections) is not tuple or not all(type(n) is int for n in sections):
+            raise fields.error("rope.dimension_sections", "integers")
         rope["mrope_section"] = [*sections[:3]]
 
 
