@@ -197,6 +197,7 @@ D, Q = "deepseek2.", "qwen3next."
 @pytest.mark.parametrize(
     ("name", "fields", "tensors", "message"),
     [
+        ("qwen35moe", {"qwen35moe.rope.dimension_sections": 3}, {}, "sections of .* must be int"),
         (
             "deepseek2-sigmoid",
             {},
