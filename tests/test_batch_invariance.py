@@ -176,7 +176,9 @@ def variants_are_slow(schemes: list[str], *more) -> list:
         *("e2m3", "e2m3_w6a16", "mxfp4_mxfp6_e3m2"),
     )
     return [
-        pytest.param(s, *more, marks=[pytest.mark.slow] if s.endswith(rules) else [])
+        pytest.param(
+            s, *more, marks=[pytest.mark.slow] if s.endswith(rules) or ":super" in s else []
+        )
         for s in schemes
     ]
 

@@ -30,6 +30,16 @@ def encode(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None = None) -> T
     return pack(_encode_float(x, fmt), fmt)
 
 
+def nearest(x: Tensor, fmt: ElementFormat) -> Tensor:
+    """The numbers of a format that `encode` rounds fp32 numbers to, as `decode` gives them."""
+    if fmt.levels:
+        levels, _, between = _ordered(fmt, x.device)
+        return levels[torch.bucketize(torch.nan_to_num(x, nan=0.0), between)]
+    if fmt.is_float:
+        return decode(encode(x, fmt), fmt)
+    return torch.nan_to_num(torch.round(x), nan=0.0).clamp(-fmt.max - 1, fmt.max)
+
+
 def decode(q: Tensor, fmt: ElementFormat, from_zero: bool = False) -> Tensor:
     """The exact fp32 numbers (..., K) of stored elements, in a new tensor. The format's middle is
     subtracted from codes of integers, unless ``from_zero``, for zero points to be subtracted.
@@ -130,13 +140,15 @@ def _encode_float(x: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def _encode_level(x: Tensor, fmt: ElementFormat) -> Tensor:
-    levels, codes = torch.tensor(fmt.levels, dtype=torch.float32, device=x.device).sort(
-        stable=True
-    )
-    codes = codes.to(torch.uint8)
-    between = (levels[:-1] + levels[1:]) / 2
+    _, codes, between = _ordered(fmt, x.device)
     # NaN has no level, but its scale is NaN too
-    return codes[torch.bucketize(torch.nan_to_num(x, nan=0.0), between)]
+    return codes.to(torch.uint8)[torch.bucketize(torch.nan_to_num(x, nan=0.0), between)]
+
+
+def _ordered(fmt: ElementFormat, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(levels from the lowest up, their codes, the middles between neighbours)."""
+    levels, codes = torch.tensor(fmt.levels, dtype=torch.float32, device=device).sort(stable=True)
+    return levels, codes, (levels[:-1] + levels[1:]) / 2
 
 
 def _decode_float(codes: Tensor, fmt: ElementFormat) -> Tensor:

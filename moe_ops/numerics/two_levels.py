@@ -7,12 +7,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.numerics.elements import decode, encode
+from moe_ops.numerics.elements import nearest
 from moe_ops.schemes import SUPER_BLOCK, QuantDesc
 
 _LARGEST_CODE = 127  # of a scale; -128 is left out, so that either sign has the same range
 # The last number of a format is tried at the largest of a group, and at this many codes from it.
-_TRIED = tuple([step / 4 for step in range(-6, 7)])
+_TRIED = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5)
 
 
 def in_one_level(
@@ -70,7 +70,7 @@ def _symmetric(x: Tensor, desc: QuantDesc) -> tuple[Tensor, Tensor]:
         for step in _TRIED:
             tried = first * (sign * reach / (reach + step))
             quotients = (x / torch.where(tried == 0, torch.inf, tried)).flatten(-2)
-            rounded = decode(encode(quotients, fmt), fmt).unflatten(-1, x.shape[-2:])
+            rounded = nearest(quotients, fmt).unflatten(-1, x.shape[-2:])
             product, square = [(rounded * by).sum(-1, keepdim=True) for by in (x, rounded)]
             # what the best multiple of the rounded numbers takes off the squared error
             found = product * product / torch.where(square == 0, torch.inf, square)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moe_ops.numerics import Scales, dequantize_weight, quantize_weight
-from moe_ops.numerics.elements import pack
-from moe_ops.schemes import SCHEMES, get_scheme
+from moe_ops.numerics.elements import decode, encode, nearest, pack
+from moe_ops.schemes import ELEMENT_FORMATS, SCHEMES, get_scheme
 from tests.support import oracle
 
 # scheme -> relative error on gaussian weights that is at most made, and bits of a weight
@@ -15,7 +15,7 @@ FOUND = {
     "int6_w6a16:g16:super": (0.018, 6.5625),
     "iq4_w4a16:g32:super": (0.077, 4.3125),
     "custom:int4,1x16,int8": (0.071, 4.5625),  # Q3_K's values
-    "custom:int4,1x16,int8,min": (0.056, 5.125),  # Q2_K's
+    "custom:int4,1x16,int8,min": (0.058, 5.125),  # Q2_K's
     "custom:int8,1x64,int8,min": (0.0056, 8.375),
     "custom:e2m1,1x32,int8": (0.092, 4.3125),
     "custom:e4m3,1x256,int8": (0.026, 8.09375),
@@ -122,6 +122,16 @@ def test_groups_of_one_number_and_of_none(scheme):
     assert not values[:, 3].any()
 
 
+@pytest.mark.parametrize("name", ["int4", "int5", "int6", "int8", *oracle.LEVELS, "e2m1", "e4m3"])
+def test_nearest_is_what_encode_rounds_to(name):
+    fmt = ELEMENT_FORMATS[name]
+    x = torch.cat(
+        (gaussian(8, 64), gaussian(8, 64) * fmt.max, torch.arange(-64, 64.0).view(2, 64) / 2)
+    )
+    assert torch.equal(nearest(x, fmt), decode(encode(x, fmt), fmt))
+
+
+@pytest.mark.slow
 def test_the_search_is_traced():
     for scheme in ("q4_k", "iq4_xs"):
         compiled = torch.compile(quantize_weight, fullgraph=True, backend="aot_eager")

@@ -54,6 +54,16 @@ def test_values_of_every_bit(kind, tmp_path):
     assert torch.equal(some, values_of(*up)[[2, 1]])
 
 
+@pytest.mark.parametrize("kind", [kind for kind in DECODED if kind not in ("Q2_K", "Q3_K")])
+def test_bytes_are_those_of_the_file(kind, tmp_path):
+    tensors = experts(kind)
+    path = gguf.write(tmp_path / "model.gguf", FIELDS, tensors)
+    weight = Checkpoint(path).expert_weight("blk.0", ("ffn_down_exps",))
+    *_, content = tensors["blk.0.ffn_down_exps.weight"]
+    scales = 0 if weight.global_scale is None else weight.global_scale.nbytes
+    assert len(content) <= weight.nbytes - scales <= 1.03 * len(content)
+
+
 @pytest.mark.parametrize("kind", DECODED)
 def test_values_are_those_of_the_package(kind):
     package = pytest.importorskip("gguf")
