@@ -44,9 +44,9 @@ class Emulated:
     def moe_ops_cpu_experts_run(self, form: int, call: bytes, scratch: int) -> None:
         a, numbers = layer.Experts.from_address(form), layer.CALL.unpack(call)
         addresses, (x_row, weights_row, ids_row, M, top_k, _) = numbers[:21], numbers[21:]
-        bits = BITS[layer._DECODERS[a.scheme]]
         data, scales, biases = [], [], []
         for matrix, rows, columns in ((a.w13, 2 * a.I, a.K), (a.w2, a.K, a.I)):
+            bits = BITS[layer._DECODERS[matrix.decoder]]
             last_row = (a.E - 1) * matrix.expert + (rows - 1) * matrix.row
             data.append(last_row + columns * bits // 8)
             scales += [a.E * matrix.scale_expert or 4, a.E * matrix.zero_expert, a.E * 4]

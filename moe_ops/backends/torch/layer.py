@@ -82,7 +82,8 @@ class Matrix(ctypes.Structure):
         *[(name, _size) for name in ("expert", "row", "scale_expert", "scale_row")],
         *[(name, _size) for name in ("zero_expert", "zero_row", "bias_expert")],
         *[(name, _size) for name in ("global_expert", "global_row", "super_expert", "super_row")],
-        *[(name, _int) for name in ("groups", "scale_type", "minima", "bias_type")],
+        *[(name, _int) for name in ("groups", "scale_type", "minima")],
+        *[(name, _int) for name in ("decoder", "bias_type")],
         ("levels", ctypes.c_int16 * 16),
         ("unit", ctypes.c_float),
     ]
@@ -97,7 +98,7 @@ class Experts(ctypes.Structure):
         *[(name, _size) for name in ("mapped", "K", "I")],
         ("w13", Matrix),
         ("w2", Matrix),
-        *[(name, _int) for name in ("scheme", "activation", "interleaved", "threads", "powers")],
+        *[(name, _int) for name in ("activation", "interleaved", "threads", "powers")],
         *[(name, _int) for name in ("batch_invariant", "wide", "ids_bytes", "weights_type")],
         *[(name, ctypes.c_float) for name in ("alpha", "beta", "limit")],
     ]
@@ -128,10 +129,7 @@ def kernels() -> Any:
 
 @functools.cache
 def _decoder(scheme: str) -> str:
-    """The decoder of a layer's weights, beside its activations; "" if there is none, or two."""
-    of_w13, of_w2 = schemes_of_layer(scheme)
-    if of_w13 != of_w2:
-        return ""
+    """The decoder of weights, beside their activations; "" if there is none."""
     described = get_scheme(scheme)
     desc, tokens = described.weight, described.activation
     if desc is None:
@@ -164,6 +162,18 @@ def _beside(desc: QuantDesc, tokens: QuantDesc) -> str:
         return {"int8": "int8_tokens", "e4m3": "fp8_tokens"}.get(desc.dtype, "")
     blocks = desc.group == PER_BLOCK and tokens.group == PER_TOKEN_GROUP
     return "fp8_blocks_tokens" if blocks and desc.dtype == "e4m3" else ""
+
+
+@functools.cache
+def _decoders(scheme: str) -> tuple[str, ...]:
+    """Those of a layer's weights, w13 and w2; () if one has none. Two schemes of a layer have
+    activations that are not quantized.
+    """
+    of_weights = schemes_of_layer(scheme)
+    both = tuple([_decoder(name) for name in of_weights])
+    quantized = any([get_scheme(name).activation is not None for name in of_weights])
+    alike = of_weights[0] == of_weights[1]
+    return both if all(both) and (alike or not quantized) else ()
 
 
 def _of_groups(desc: QuantDesc) -> str:
@@ -222,7 +232,7 @@ def decodes(problem: Problem, machine: Machine) -> bool:
         and of.activation is not None
         and of.activation.name in ACTIVATIONS
         and all([n > 0 and n % COLUMNS == 0 for n in columns])
-        and bool(p.scheme and _decoder(p.scheme))
+        and bool(p.scheme and _decoders(p.scheme))
         and kernels() is not None
     )
 
@@ -283,27 +293,29 @@ def _form(
 ) -> Form | None:
     ids, weights = of_router
     activation = options.activation
-    decoder, (E, K, _) = _decoder(scheme), w2.shape
-    I = get_scheme(scheme).logical_shape(*w2.shape)[2] if decoder else 0  # noqa: E741
+    decoders, (E, K, _) = _decoders(scheme), w2.shape
+    of_weights = [get_scheme(name) for name in schemes_of_layer(scheme)]
+    I = of_weights[1].logical_shape(*w2.shape)[2]  # noqa: E741
     if (
         not (plain and dtype == torch.bfloat16 and out_dtype in (dtype, torch.float32))
         or options.router_weight_on_input
         or activation.name not in ACTIVATIONS
-        or decoder == ""
+        or not decoders
         or ids not in (torch.int32, torch.int64)
         or not all([_readable(weight) for weight in (w13, w2)])
         or not all([n > 0 and n % COLUMNS == 0 for n in (K, I)])
     ):
         return None
-    desc = get_scheme(scheme).weight
-    groups = 0 if desc is None else _groups(desc)
-    if decoder == "int4_any" and all([_is_simple(weight, groups) for weight in (w13, w2)]):
-        decoder = "int4"
     experts = Experts(
         **{"E": E, "mapped": mapped, "K": K, "I": I},
-        **{"w13": _matrix(w13, desc, groups), "w2": _matrix(w2, desc, groups)},
-        **{"scheme": _DECODERS.index(decoder), "activation": ACTIVATIONS[activation.name]},
-        **{"interleaved": activation.interleaved, "powers": _powers_of_two(scheme)},
+        **{
+            name: _matrix(weight, of.weight, decoder)
+            for name, weight, of, decoder in zip(
+                ("w13", "w2"), (w13, w2), of_weights, decoders, strict=True
+            )
+        },
+        **{"activation": ACTIVATIONS[activation.name], "interleaved": activation.interleaved},
+        **{"powers": _powers_of_two(of_weights[0].activation)},
         **{"batch_invariant": options.batch_invariant, "wide": out_dtype != dtype},
         **{name: getattr(activation, name) for name in ("alpha", "beta", "limit")},
         **{"ids_bytes": ids.itemsize, "weights_type": _TYPES.get(weights, 2)},
@@ -403,9 +415,7 @@ def _launch(form: Form, call: bytes, scratch: Tensor) -> None:
     form.run(form.address, call, -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT)
 
 
-@functools.cache
-def _powers_of_two(scheme: str) -> bool:
-    tokens = get_scheme(scheme).activation
+def _powers_of_two(tokens: QuantDesc | None) -> bool:
     return tokens is not None and tokens.powers_of_two
 
 
@@ -432,11 +442,15 @@ def _levels(dtype: str) -> tuple[list[int], float]:
     return whole[best].int().tolist(), 1 / (best + 1)
 
 
-def _matrix(weight: _Facts, desc: QuantDesc | None, groups: int) -> Matrix:
+def _matrix(weight: _Facts, desc: QuantDesc | None, decoder: str) -> Matrix:
     """A weight beside contiguous scales and bias."""
+    groups = 0 if desc is None else _groups(desc)
+    if decoder == "int4_any" and _is_simple(weight, groups):
+        decoder = "int4"
     size, rows = weight.dtype.itemsize, weight.shape[1]
     expert, row, _ = weight.stride
     found = Matrix(expert=expert * size, row=row * size, groups=groups, bias_expert=rows)
+    found.decoder = _DECODERS.index(decoder)
     if desc is not None and desc.format.bits == 4:
         levels, found.unit = _levels(desc.dtype)
         found.levels[:] = levels

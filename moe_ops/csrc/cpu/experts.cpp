@@ -60,6 +60,7 @@ struct Matrix {
     int32_t groups;         // of a step of 128 columns, where a scale is a group's: 1, 2, 4 or 8
     int32_t scale_type;     // 0 bf16, 1 fp16, 2 fp32, 3 int8, which numbers of `super` multiply
     int32_t minima;         // whether zero_point holds them
+    int32_t decoder;        // of _DECODERS of backends/torch/layer.py
     int32_t bias_type;
     int16_t levels[16];     // what codes of 4 bits stand for, in units of `unit`
     float unit;
@@ -73,7 +74,7 @@ struct Experts {  // struct Experts of backends/torch/layer.py, which leaves 0 w
     void* out;               // (M, K) bf16, or fp32
     int64_t x_row, weights_row, ids_row, M, top_k, E, mapped, K, I;  // rows: strides in elements
     Matrix w13, w2;
-    int32_t scheme, activation, interleaved, threads, powers;  // powers: of two, scales of activations
+    int32_t activation, interleaved, threads, powers;  // powers: of two, scales of activations
     int32_t batch_invariant;  // the bits of a token's row do not depend on other rows
     int32_t wide;             // `out` is fp32
     int32_t ids_bytes, weights_type;
@@ -337,31 +338,110 @@ bool add_blocks(const Experts& a, int64_t m, const int64_t* place, const float* 
 template <class D>
 constexpr bool TILED = requires { D::Isa::begin(); };
 
-// Where everything lies in the scratch memory.
 template <class D>
+constexpr int64_t FROM_ROWS = 0;
+template <class D>
+    requires requires { D::FROM_ROWS; }
+constexpr int64_t FROM_ROWS<D> = D::FROM_ROWS;
+
+// Rows of activations, one or those of a block, and what they are packed with.
+template <class From>
+struct Unpacked {
+    const From* const* rows;
+    int count;
+    int64_t n;
+    bool powers;
+    int groups;      // whose sums are needed, or 0
+    uint16_t* wide;  // room for numbers of 16 bits
+};
+
+// The rows of x of one expert, packed: where they are, or their blocks.
+struct Packed {
+    const uint8_t* const* rows;
+    const uint8_t* blocks;
+    int64_t count, bytes;  // rows; of one, or of a block
+};
+
+// Rows n0 to n1 of a weight; those at `next` are multiplied after them.
+struct Rows {
+    const Matrix& m;
+    const Weight& w;
+    int64_t n0, n1, cols;
+    const uint8_t* next;
+};
+
+// What a decoder does in a layer, whose other weight may have another one.
+struct Product {
+    bool tiled;         // rows are packed in blocks
+    bool bf16;          // h is rounded, which what is quantized is not before
+    bool wide;          // packing needs room for numbers of 16 bits
+    int64_t from_rows;  // an expert from which it is faster than others
+    int64_t (*bytes)(int64_t n);  // of a packed row of n columns, or of a block
+    void (*take_bf16)(const Unpacked<uint16_t>&, uint8_t*);
+    void (*take_fp32)(const Unpacked<float>&, uint8_t*);
+    void (*multiply)(const Packed&, const Rows&, float* y, int64_t y_stride, bool batch_invariant, uint8_t* room);
+};
+
+template <class D, class From>
+void take(const Unpacked<From>& of, uint8_t* out) {
+    if constexpr (TILED<D>)
+        D::Isa::template take<D>(of.rows, of.count, of.n, of.powers, of.groups, of.wide, out);
+    else
+        D::Isa::template take<D>(of.rows[0], of.n, of.powers, of.wide, out);
+}
+
+template <class D>
+int64_t packed_bytes(int64_t n) {
+    if constexpr (TILED<D>) return typename D::Isa::template Block<D>(n).bytes;
+    else {
+        const int64_t steps = (n + BLOCK - 1) / BLOCK;
+        return steps * D::PACKED + (D::TOKENS == ROWS ? 64 : D::WHOLE ? rounded(steps * 8) : 0);
+    }
+}
+
+template <class D>
+void multiply(const Packed& x, const Rows& of, float* y, int64_t y_stride, bool batch_invariant, uint8_t* room) {
+    if constexpr (TILED<D>) {
+        D::Isa::template panel<D>(x.count, x.blocks, typename D::Isa::template Block<D>(of.cols), of.m, of.w, of.n0, of.n1,
+                                  of.cols, y, y_stride, of.next, room);
+    } else {
+        // rows of x at a time: weights are read again for the next ones
+        const int64_t several = std::max<int64_t>(MOST_ROWS, RESIDENT / x.bytes / MOST_ROWS * MOST_ROWS);
+        for (int64_t c = 0; c < x.count; c += several)
+            panel<D>(std::min(several, x.count - c), x.rows + c, of.m, of.w, of.n0, of.n1, of.cols, y + c * y_stride,
+                     y_stride, of.next, batch_invariant);
+    }
+}
+
+template <class D>
+constexpr Product product() {
+    constexpr bool OF_BF16 = D::ROUNDS && D::TOKENS == WIDE;
+    Product of{TILED<D>,        OF_BF16, TILED<D> || D::TOKENS != WIDE || D::WHOLE, FROM_ROWS<D>, packed_bytes<D>,
+               take<D, uint16_t>, nullptr, multiply<D>};
+    if constexpr (!OF_BF16) of.take_fp32 = take<D, float>;
+    return of;
+}
+template <class D>
+constexpr Product PRODUCT = product<D>();
+
+// The decoders of w13 and w2.
+struct Products {
+    const Product &w13, &w2;
+};
+
+// Where everything lies in the scratch memory.
 struct Layout {
-    // what is quantized is not rounded before
-    using H = std::conditional_t<D::ROUNDS && D::TOKENS == WIDE, uint16_t, float>;
     int64_t x_row, h_row, share13, share2, width;  // bytes of packed rows or blocks; rows of a thread's share
     int64_t x, h, packed_h, sums, local, wide, wide_bytes, rows_x, rows_h, place, pair, start, hit, bytes;
 
-    explicit Layout(const Experts& a) {
-        const int64_t P = a.M * a.top_k;
-        int64_t packed_x = a.M, packed_pairs = P, most = std::max(a.K, a.I);  // numbers of rows or blocks
-        if constexpr (TILED<D>) {
-            x_row = typename D::Isa::template Block<D>(a.K).bytes;
-            h_row = typename D::Isa::template Block<D>(a.I).bytes;
-            packed_x = packed_pairs = P / TOKENS_OF_BLOCK + std::min(P, a.E);
-            most = std::max((most + BLOCK - 1) / BLOCK, int64_t{2}) * BLOCK * ROWS_OF_PANEL;  // two steps at least
-        } else {
-            auto bytes_of = [](int64_t n) {
-                const int64_t steps = (n + BLOCK - 1) / BLOCK;
-                const int64_t behind = D::TOKENS == ROWS ? 64 : D::WHOLE ? rounded(steps * 8) : 0;
-                return steps * D::PACKED + behind;
-            };
-            x_row = bytes_of(a.K);
-            h_row = bytes_of(a.I);
-        }
+    Layout(const Experts& a, const Products& of) {
+        const int64_t P = a.M * a.top_k, blocks = P / TOKENS_OF_BLOCK + std::min(P, a.E);
+        x_row = of.w13.bytes(a.K);
+        h_row = of.w2.bytes(a.I);
+        const int64_t packed_x = of.w13.tiled ? blocks : a.M, packed_pairs = of.w2.tiled ? blocks : P;
+        int64_t most = std::max(a.K, a.I);
+        if (of.w13.tiled || of.w2.tiled)  // two steps at least
+            most = std::max((most + BLOCK - 1) / BLOCK, int64_t{2}) * BLOCK * ROWS_OF_PANEL;
         const int64_t unit = a.interleaved ? 2 : TILE;
         share13 = ((a.I + unit - 1) / unit + a.threads - 1) / a.threads * unit;
         share2 = ((a.K + TILE - 1) / TILE + a.threads - 1) / a.threads * TILE;
@@ -369,11 +449,11 @@ struct Layout {
         bytes = 0;
         auto take = [&](int64_t size) { const int64_t at = bytes; bytes += rounded(size); return at; };
         x = take(packed_x * x_row);
-        h = take(P * a.I * sizeof(H));
+        h = take(P * a.I * (of.w2.bf16 ? 2 : 4));
         packed_h = take(packed_pairs * h_row);
         sums = take(a.batch_invariant ? a.threads * TREE_ROWS * share2 * 4 : a.M * a.K * 4);
         local = take(a.threads * rounded((P + 1) * width * 4));  // and a row of biases
-        wide_bytes = !TILED<D> && D::TOKENS == WIDE && !D::WHOLE ? 0 : rounded(most * 2);
+        wide_bytes = of.w13.wide || of.w2.wide ? rounded(most * 2) : 0;
         wide = take(a.threads * wide_bytes);
         rows_x = take(P * 8);
         rows_h = take(P * 8);
@@ -407,18 +487,31 @@ int64_t sort(const Experts& a, int64_t* start, int64_t* pair, int64_t* hit) {
     return hits;
 }
 
-// Packs the blocks of all experts in use, thread t of T every Tth: row(s) is sorted row s of n activations.
-template <class D, class Row>
-void pack_blocks(const Experts& a, const int64_t* start, const int64_t* hit, int64_t hits, int64_t t, int64_t T,
-                 int64_t n, int groups, uint16_t* wide, uint8_t* out, int64_t bytes, Row row) {
+// Packs the blocks of all experts in use, thread t of T every Tth: row(s) is sorted row s.
+template <class From, class Row>
+void pack_blocks(void (*take)(const Unpacked<From>&, uint8_t*), Unpacked<From> of, const int64_t* start,
+                 const int64_t* hit, int64_t hits, int64_t t, int64_t T, uint8_t* out, int64_t bytes, Row row) {
+    const From* rows[TOKENS_OF_BLOCK];
+    of.rows = rows;
     for (int64_t k = 0, block = 0; k < hits; ++k)
         for (int64_t s = start[hit[k]], end = start[hit[k] + 1]; s < end; s += TOKENS_OF_BLOCK, ++block) {
             if (block % T != t) continue;
-            decltype(row(s)) rows[TOKENS_OF_BLOCK];
-            const int count = int(std::min<int64_t>(TOKENS_OF_BLOCK, end - s));
-            for (int i = 0; i < count; ++i) rows[i] = row(s + i);
-            D::Isa::template take<D>(rows, count, n, a.powers, groups, wide, out + block * bytes);
+            of.count = int(std::min<int64_t>(TOKENS_OF_BLOCK, end - s));
+            for (int i = 0; i < of.count; ++i) rows[i] = row(s + i);
+            take(of, out + block * bytes);
         }
+}
+
+// The same of rows by themselves.
+template <class From, class Row>
+void pack_rows(void (*take)(const Unpacked<From>&, uint8_t*), Unpacked<From> of, int64_t rows, int64_t t, int64_t T,
+               uint8_t* out, int64_t bytes, Row row) {
+    of.count = 1;
+    for (int64_t s = t; s < rows; s += T) {
+        const From* one = row(s);
+        of.rows = &one;
+        take(of, out + s * bytes);
+    }
 }
 
 // Groups of a step whose sums of tokens zero points need.
@@ -455,10 +548,9 @@ public:
     }
 };
 
-template <class D>
-void layer(const Experts& a, uint8_t* scratch) {
-    using Of = typename D::Isa;
-    const Layout<D> at(a);
+template <class Of>
+void layer(const Experts& a, const Products& decoders, uint8_t* scratch) {
+    const Layout at(a, decoders);
     float* sums = (float*)(scratch + at.sums);
     auto** rows_x = (const uint8_t**)(scratch + at.rows_x);
     auto** rows_h = (const uint8_t**)(scratch + at.rows_h);
@@ -478,9 +570,8 @@ void layer(const Experts& a, uint8_t* scratch) {
         else
             Of::narrow(from, (uint16_t*)a.out + m * a.K + k0, n);
     };
-    // rows of x at a time: weights are read again for the next ones
-    auto several = [](int64_t row) { return std::max<int64_t>(MOST_ROWS, RESIDENT / row / MOST_ROWS * MOST_ROWS); };
-    auto* h = (typename Layout<D>::H*)(scratch + at.h);
+    auto* h16 = (uint16_t*)(scratch + at.h);  // one of these
+    auto* h32 = (float*)(scratch + at.h);
     Barrier barrier;
 #pragma omp parallel num_threads(a.threads)
     {
@@ -489,25 +580,19 @@ void layer(const Experts& a, uint8_t* scratch) {
         float* bias = y + a.M * a.top_k * at.width;
         auto* wide = (uint16_t*)(scratch + at.wide + t * at.wide_bytes);
         // rows of one expert from sorted row `first` on, whose blocks begin with number `block`
-        auto product = [&](const uint8_t* packed, const uint8_t** rows, int64_t bytes, int64_t first,
-                           int64_t block, int64_t count, const Matrix& m, const Weight& w, int64_t n0, int64_t n1,
-                           int64_t cols, float* to, int64_t stride, const uint8_t* next) {
-            if constexpr (TILED<D>)
-                Of::template panel<D>(count, packed + block * bytes, typename Of::template Block<D>(cols), m, w, n0, n1,
-                                      cols, to, stride, next, (uint8_t*)wide);
-            else
-                for (int64_t c = 0; c < count; c += several(bytes))
-                    panel<D>(std::min(several(bytes), count - c), rows + first + c, m, w, n0, n1, cols,
-                             to + c * stride, stride, next, a.batch_invariant);
+        auto packed = [&](int64_t from, const uint8_t** rows, int64_t bytes, int64_t first, int64_t block,
+                          int64_t count) {
+            return Packed{rows + first, scratch + from + block * bytes, count, bytes};
         };
-        if constexpr (TILED<D>) {
-            Of::begin();
-            pack_blocks<D>(a, start, hit, hits, t, T, a.K, sums_of(a.w13), wide, scratch + at.x, at.x_row,
-                           [&](int64_t s) { return a.x + pair[s] / a.top_k * a.x_row; });
-        } else {
-            for (int64_t m = t; m < a.M; m += T)
-                Of::template take<D>(a.x + m * a.x_row, a.K, a.powers, wide, scratch + at.x + m * at.x_row);
-        }
+        constexpr bool TILES = requires { Of::begin(); };
+        if constexpr (TILES) Of::begin();
+        const Unpacked<uint16_t> tokens{nullptr, 0, a.K, a.powers != 0, sums_of(a.w13), wide};
+        if (decoders.w13.tiled)
+            pack_blocks(decoders.w13.take_bf16, tokens, start, hit, hits, t, T, scratch + at.x, at.x_row,
+                        [&](int64_t s) { return a.x + pair[s] / a.top_k * a.x_row; });
+        else
+            pack_rows(decoders.w13.take_bf16, tokens, a.M, t, T, scratch + at.x, at.x_row,
+                      [&](int64_t m) { return a.x + m * a.x_row; });
         barrier.wait(T);
         // fewer threads than asked for share what is left in turns
         for (int64_t part = t; part < a.threads; part += T) {
@@ -517,8 +602,8 @@ void layer(const Experts& a, uint8_t* scratch) {
                 const Weight w = of_expert(a.w13, e), after = of_expert(a.w13, hit[std::min(k + 1, hits - 1)]);
                 const uint8_t* next = after.data + (a.interleaved ? 2 * i0 : i0) * a.w13.row;
                 auto rows = [&](int64_t n0, int64_t n1, float* to, const uint8_t* then) {
-                    product(scratch + at.x, rows_x, at.x_row, first, block, count, a.w13, w, n0, n1, a.K, to, 2 * n,
-                            then);
+                    decoders.w13.multiply(packed(at.x, rows_x, at.x_row, first, block, count),
+                                          {a.w13, w, n0, n1, a.K, then}, to, 2 * n, a.batch_invariant, (uint8_t*)wide);
                 };
                 if (a.interleaved) {
                     rows(2 * i0, 2 * i1, y, next);
@@ -532,17 +617,33 @@ void layer(const Experts& a, uint8_t* scratch) {
                         const int64_t of = a.interleaved ? 2 * i0 + i : i < n ? i0 + i : a.I + i0 + i - n;
                         bias[i] = number(a.w13.bias, e * a.w13.bias_expert + of, a.w13.bias_type);
                     }
-                for (int64_t c = 0; c < count; ++c)
-                    Of::activate(a, y + c * 2 * n, a.w13.bias ? bias : nullptr, i0, i1, h + (first + c) * a.I);
+                auto activate = [&](auto* h) {
+                    for (int64_t c = 0; c < count; ++c)
+                        Of::activate(a, y + c * 2 * n, a.w13.bias ? bias : nullptr, i0, i1, h + (first + c) * a.I);
+                };
+                if constexpr (Of::ROUNDS) {
+                    if (decoders.w2.bf16) {
+                        activate(h16);
+                        continue;
+                    }
+                }
+                activate(h32);
             }
         }
         barrier.wait(T);
-        if constexpr (TILED<D>)
-            pack_blocks<D>(a, start, hit, hits, t, T, a.I, sums_of(a.w2), wide, scratch + at.packed_h, at.h_row,
-                           [&](int64_t s) { return h + s * a.I; });
+        auto pack_h = [&](auto take, const auto* h) {
+            using From = std::remove_cvref_t<decltype(*h)>;
+            const Unpacked<From> of{nullptr, 0, a.I, a.powers != 0, sums_of(a.w2), wide};
+            auto row = [&](int64_t s) { return h + s * a.I; };
+            if (decoders.w2.tiled)
+                pack_blocks(take, of, start, hit, hits, t, T, scratch + at.packed_h, at.h_row, row);
+            else
+                pack_rows(take, of, pairs, t, T, scratch + at.packed_h, at.h_row, row);
+        };
+        if (decoders.w2.bf16)
+            pack_h(decoders.w2.take_bf16, h16);
         else
-            for (int64_t s = t; s < pairs; s += T)
-                Of::template take<D>(h + s * a.I, a.I, a.powers, wide, scratch + at.packed_h + s * at.h_row);
+            pack_h(decoders.w2.take_fp32, h32);
         barrier.wait(T);
         for (int64_t part = t; part < a.threads; part += T) {
             const int64_t k0 = std::min(part * at.share2, a.K), n = std::min(k0 + at.share2, a.K) - k0;
@@ -551,8 +652,9 @@ void layer(const Experts& a, uint8_t* scratch) {
                 const int64_t e = hit[k], first = start[e], count = start[e + 1] - first;
                 const Weight w = of_expert(a.w2, e), after = of_expert(a.w2, hit[std::min(k + 1, hits - 1)]);
                 float* to = a.batch_invariant ? y + first * n : y;  // all rows, or those of one expert
-                product(scratch + at.packed_h, rows_h, at.h_row, first, block, count, a.w2, w, k0, k0 + n, a.I, to, n,
-                        after.data + k0 * a.w2.row);
+                decoders.w2.multiply(packed(at.packed_h, rows_h, at.h_row, first, block, count),
+                                     {a.w2, w, k0, k0 + n, a.I, after.data + k0 * a.w2.row}, to, n, a.batch_invariant,
+                                     (uint8_t*)wide);
                 block += (count + TOKENS_OF_BLOCK - 1) / TOKENS_OF_BLOCK;
                 if (a.w2.bias)
                     for (int64_t i = 0; i < n; ++i)
@@ -576,41 +678,28 @@ void layer(const Experts& a, uint8_t* scratch) {
                 }
             }
         }
-        if constexpr (TILED<D>) Of::end();
+        if constexpr (TILES) Of::end();
     }
 }
 
-template <class D>
-constexpr int64_t FROM_ROWS = 0;
-template <class D>
-    requires requires { D::FROM_ROWS; }
-constexpr int64_t FROM_ROWS<D> = D::FROM_ROWS;
-
-struct Entry {
-    int64_t (*bytes)(const Experts&);
-    void (*run)(const Experts&, uint8_t*);
-    int64_t from_rows;  // an expert from which it is faster than others
-};
-template <class D>
-constexpr Entry ENTRY = {[](const Experts& a) { return Layout<D>(a).bytes; }, layer<D>, FROM_ROWS<D>};
 // in the order of _DECODERS of backends/torch/layer.py
-#define ENTRIES(isa, of_integers)                                                                               \
-    {ENTRY<isa::Bf16>, ENTRY<of_integers::Int4>, ENTRY<of_integers::Int4Any>, ENTRY<of_integers::Int4Minima>,   \
-     ENTRY<of_integers::Mxfp4>, ENTRY<of_integers::Nvfp4>, ENTRY<of_integers::Levels>, ENTRY<of_integers::Int5>, \
-     ENTRY<of_integers::Int6>, ENTRY<of_integers::Int8>, ENTRY<of_integers::Int8Any>,                           \
-     ENTRY<of_integers::Int8Minima>, ENTRY<isa::Fp8>, ENTRY<isa::Fp8Blocks>, ENTRY<of_integers::Int8Tokens>,    \
-     ENTRY<isa::Fp8Tokens>, ENTRY<isa::Fp8BlocksTokens>}
+#define PRODUCTS(isa, of_integers)                                                                               \
+    {PRODUCT<isa::Bf16>, PRODUCT<of_integers::Int4>, PRODUCT<of_integers::Int4Any>, PRODUCT<of_integers::Int4Minima>,   \
+     PRODUCT<of_integers::Mxfp4>, PRODUCT<of_integers::Nvfp4>, PRODUCT<of_integers::Levels>, PRODUCT<of_integers::Int5>, \
+     PRODUCT<of_integers::Int6>, PRODUCT<of_integers::Int8>, PRODUCT<of_integers::Int8Any>,                           \
+     PRODUCT<of_integers::Int8Minima>, PRODUCT<isa::Fp8>, PRODUCT<isa::Fp8Blocks>, PRODUCT<of_integers::Int8Tokens>,    \
+     PRODUCT<isa::Fp8Tokens>, PRODUCT<isa::Fp8BlocksTokens>}
 
 int in_use = 0;  // instructions, as `widest` names them
 
 #if defined(__x86_64__)
-const Entry OF_AVX512[] = ENTRIES(avx512, avx512), OF_AVX2[] = ENTRIES(avx2, avx2::whole);
-const Entry OF_AVX512_AS_BF16[] = ENTRIES(avx512, avx512::as_bf16);
-const Entry OF_AVX512_ALIKE[] = ENTRIES(avx512::alike, avx512);
+const Product OF_AVX512[] = PRODUCTS(avx512, avx512), OF_AVX2[] = PRODUCTS(avx2, avx2::whole);
+const Product OF_AVX512_AS_BF16[] = PRODUCTS(avx512, avx512::as_bf16);
+const Product OF_AVX512_ALIKE[] = PRODUCTS(avx512::alike, avx512);
 int as_bf16 = -1;  // whether 4 bits become bf16 with AVX-512; -1: where that is faster
 
 #ifdef MOE_OPS_AMX
-const Entry OF_AMX[] = ENTRIES(amx, amx);
+const Product OF_AMX[] = PRODUCTS(amx, amx);
 
 // Whether this processor has AMX, beside AVX-512 in fp16, and Linux lets this process use it from now on.
 bool has_tiles() {
@@ -623,7 +712,7 @@ bool has_tiles() {
     return has;
 }
 #else
-const Entry* const OF_AMX = OF_AVX512;
+const Product* const OF_AMX = OF_AVX512;
 bool has_tiles() { return false; }
 #endif
 
@@ -640,30 +729,47 @@ int widest(int most) {
 
 constexpr int64_t MOST_COLUMNS = 1 << 16;  // of bytes whose products have sums of 32 bits
 
-// Whether experts have so many rows on average, those of other processes included, that these entries are faster.
-bool many_rows(const Experts& a, const Entry* of) {
-    const int64_t from_rows = of[a.scheme].from_rows + a.w13.groups;
+Products products_of(const Experts& a, const Product* of) { return {of[a.w13.decoder], of[a.w2.decoder]}; }
+
+// Whether experts have so many rows on average, those of other processes included, that these decoders are faster.
+bool many_rows(const Experts& a, const Product* of) {
+    const Products decoders = products_of(a, of);
+    const int64_t from_rows =
+        std::max(decoders.w13.from_rows + a.w13.groups, decoders.w2.from_rows + a.w2.groups);
     return !a.batch_invariant && a.M * a.top_k >= from_rows * std::max(a.E, a.mapped);
 }
 
 bool of_tiles(const Experts& a) {
     // a tile has 32 columns
-    return std::max(a.K, a.I) <= MOST_COLUMNS && a.w13.groups <= 4 && many_rows(a, OF_AMX);
+    return std::max(a.K, a.I) <= MOST_COLUMNS && std::max(a.w13.groups, a.w2.groups) <= 4 && many_rows(a, OF_AMX);
 }
 
-const Entry& entry_of(const Experts& a) {
-    if (in_use < 512) return OF_AVX2[a.scheme];
-    if (in_use == 1024 && of_tiles(a)) return OF_AMX[a.scheme];
-    if (a.batch_invariant) return OF_AVX512_ALIKE[a.scheme];
+void run(const Experts& a, uint8_t* scratch) {
+    if (in_use < 512) return layer<avx2::Isa>(a, products_of(a, OF_AVX2), scratch);
+#ifdef MOE_OPS_AMX
+    if (in_use == 1024 && of_tiles(a)) return layer<amx::Isa>(a, products_of(a, OF_AMX), scratch);
+#endif
     const bool of_words = as_bf16 < 0 ? !is_intel() && many_rows(a, OF_AVX512_AS_BF16) : as_bf16;
-    return (of_words ? OF_AVX512_AS_BF16 : OF_AVX512)[a.scheme];
+    const Product* of = a.batch_invariant ? OF_AVX512_ALIKE : of_words ? OF_AVX512_AS_BF16 : OF_AVX512;
+    layer<avx512::Isa>(a, products_of(a, of), scratch);
+}
+
+int64_t scratch_bytes(const Experts& a) {
+    int64_t most = 0;
+    for (const Product* of : {OF_AVX512, OF_AVX512_AS_BF16, OF_AVX2})
+        most = std::max(most, Layout(a, products_of(a, of)).bytes);
+    return of_tiles(a) ? std::max(most, Layout(a, products_of(a, OF_AMX)).bytes) : most;
 }
 #else
-const Entry entries[] = ENTRIES(neon, neon);
+const Product products[] = PRODUCTS(neon, neon);
 
 int widest(int) { return 128; }
 
-const Entry& entry_of(const Experts& a) { return entries[a.scheme]; }
+Products products_of(const Experts& a) { return {products[a.w13.decoder], products[a.w2.decoder]}; }
+
+void run(const Experts& a, uint8_t* scratch) { layer<neon::Isa>(a, products_of(a), scratch); }
+
+int64_t scratch_bytes(const Experts& a) { return Layout(a, products_of(a)).bytes; }
 #endif
 
 }  // namespace
@@ -689,19 +795,11 @@ int64_t moe_ops_cpu_experts_struct_bytes() { return sizeof(Experts) + sizeof(Cal
 // `form`: what calls have in common, 0 where they differ. Bytes of scratch memory that a call needs, at a
 // multiple of 64, whichever instructions are in use: callers remember it.
 int64_t moe_ops_cpu_experts_scratch(const Experts* form, const Call* call) {
-    const Experts a = filled(*form, *call);
-#if defined(__x86_64__)
-    int64_t most = 0;
-    for (const Entry* of : {OF_AVX512, OF_AVX512_AS_BF16, OF_AVX2}) most = std::max(most, of[a.scheme].bytes(a));
-    return of_tiles(a) ? std::max(most, OF_AMX[a.scheme].bytes(a)) : most;
-#else
-    return entries[a.scheme].bytes(a);
-#endif
+    return scratch_bytes(filled(*form, *call));
 }
 
 void moe_ops_cpu_experts_run(const Experts* form, const Call* call, void* scratch) {
-    const Experts a = filled(*form, *call);
-    entry_of(a).run(a, (uint8_t*)scratch);
+    run(filled(*form, *call), (uint8_t*)scratch);
 }
 }
 #else

@@ -142,6 +142,30 @@ def test_schemes(native, scheme, K, I):  # noqa: E741
     assert native and "emulated" not in str(moe_ops.explain(x, w13, w2, ids))
 
 
+@pytest.mark.parametrize(
+    ("of_w13", "of_w2"),
+    [
+        ("q4_k", "q6_k"),
+        ("q5_0", "q8_0"),
+        ("iq4_w4a16:g32", "q5_1"),
+        ("mxfp4_w4a16", ""),
+        ("", "int4_w4a16:g128"),
+        ("fp8_w8a16:block", "nf4"),
+    ],
+)
+def test_two_schemes(native, of_w13, of_w2):
+    """Each weight has its decoder, and h the type that the second one takes."""
+    (w13, _, exact13, _), (_, w2, _, exact2) = [
+        weights(5, 512, 256, scheme) for scheme in (of_w13, of_w2)
+    ]
+    for M, threads in ((1, 1), (7, 2), (40, 1)):
+        torch.set_num_threads(threads)
+        x, (ids, router) = normal(M, 512, seed=M).to(BF16), routing(M, 5, 2, seed=M)
+        out = run(x, w13, w2, router, ids)
+        assert error(out, expected(x, exact13, exact2, router, ids)) < TOLERANCE, (M, threads)
+    assert len(native) == 3 and "emulated" not in str(moe_ops.explain(x, w13, w2, ids))
+
+
 @pytest.mark.parametrize("size", [30, 300])
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "mxfp4_w4a16", "int8_w8a16:channel"])
 def test_tokens_of_very_different_size(native, scheme, size):
