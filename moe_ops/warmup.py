@@ -273,7 +273,8 @@ def _runner(layer: Any, dtype: torch.dtype | None) -> Callable[[int], object]:
 
     def run(num_tokens: int) -> object:
         size = (num_tokens, layer.hidden_size)
-        return layer._routed(random_tokens(size, dtype or weight.dtype, weight.device))
+        x = random_tokens(size, dtype or weight.dtype, weight.device)
+        return layer._routed(x, None)
 
     return run
 

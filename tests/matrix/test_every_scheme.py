@@ -124,6 +124,8 @@ ON_CPU_TOO = [
         "fp8_block",
         "int8_w8a8",
         "int8_w8a16:g64",
+        "nf4_w4a16:g64",
+        "iq4_w4a16:g32",
         "int4_w4a16:g64",
         "int4_w4a16:g32:zp",
         "int4_w4a16:g32:min",
