@@ -90,7 +90,7 @@ def _host() -> dict[str, str]:
     return {
         "processor": _processor(),
         "folder of torch": str(Path(torch.__file__).parent),  # on the compiler's command line
-        "file of the C++ compiler": f"{compiler} {digest}" if compiler else "",
+        "file of the C++ compiler": digest,  # wherever it lies
         "cpp_cache_precompile_headers of Inductor": str(config.cpp_cache_precompile_headers),
     }
 
