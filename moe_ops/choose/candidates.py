@@ -154,11 +154,16 @@ def gemv_space(base: LayerConfig, K: int, I: int) -> Space:  # noqa: E741
     return [layers(base, gemms(K, 2), gemms(I, 1))]  # of GEMM1 gate and up
 
 
+def gemv_columns(bits: int) -> int:
+    """Columns of a row that a warp of mixed_gemm/gemv.py reads at a time."""
+    return 1024 if bits in (5, 6) else 4096 // bits
+
+
 def mixed_gemv_k(columns: int, bits: int, num_warps: int, loads: int = 1) -> int:
     """BLOCK_K of mixed_gemm/gemv.py with `loads` loads of 16 bytes per thread, or less if the row
     is shorter.
     """
-    return min(4096 // bits * num_warps * loads, 1 << (columns - 1).bit_length())
+    return min(gemv_columns(bits) * num_warps * loads, 1 << (columns - 1).bit_length())
 
 
 def mixed_gemv_space(base: LayerConfig, top_k: int, K: int, I: int, bits: int) -> Space:  # noqa: E741

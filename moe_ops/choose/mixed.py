@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_ops.choose import plain, rules
-from moe_ops.choose.candidates import fits_wgmma, fitted, mixed_gemv_k, token_depth
+from moe_ops.choose.candidates import fits_wgmma, fitted, gemv_columns, mixed_gemv_k, token_depth
 from moe_ops.choose.rules import block_of, first, is_short, of_block, words
 from moe_ops.choose.table import ROWS_OF_ANY_BATCH, Chosen, LayerSizes, measured
 from moe_ops.kernels.configs import (
@@ -284,7 +284,7 @@ def choose_gemv(layer: LayerSizes, bits: int) -> LayerConfig:
     program has fewer rows if a multiprocessor would have less than 12 warps.
     """
     K, columns = layer.K, layer.top_k * layer.I
-    warp = 4096 // bits  # columns that a warp reads at a time
+    warp = gemv_columns(bits)
     warps1 = next(w for w in (4, 2, 1) if K % (warp * w) == 0 or w == 1)
     warps2 = min(4, max(1, mixed_gemv_k(columns, bits, 4) // warp))
     if 4 * warp < columns <= 8 * warp:

@@ -22,7 +22,8 @@ FORMATS = (
     "int8",
     "e4m3",
     *LEVELS,
-)  # of sm90_wgmma.py and gemv.py
+)  # of sm90_wgmma.py
+GEMV_FORMATS = (*FORMATS, "int5", "int6")  # of gemv.py
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 SCALED_SUMS = 32  # BLOCK_M up to which int4 with bf16 scales and zero points has sums scaled

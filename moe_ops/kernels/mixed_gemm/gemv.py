@@ -1,4 +1,4 @@
-"""A layer of one token with 16-bit activations and weights of 4 or 8 bits, in two launches.
+"""A layer of one token with 16-bit activations and weights of 4, 5, 6 or 8 bits, in two launches.
 Imported at first launch only.
 
 As in kernels/gemm/gemv.py, weights are loaded into registers and multiplied outside of the tensor
@@ -34,7 +34,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.configs import FORMATS
+from moe_ops.kernels.mixed_gemm.configs import GEMV_FORMATS
 from moe_ops.kernels.mixed_gemm.gemv_dot import (
     chunk_products,
     load_chunks,
@@ -47,7 +47,7 @@ from moe_ops.kernels.rows.scales import flat
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
-CHUNK = 16  # bytes of a row that a thread reads at a time
+CHUNK = 16  # bytes of a row that a thread reads at a time; of 5 and 6 bits 5 or 6 words
 ALL_PAIRS = tl.constexpr(1 << 30)  # passed as top_k, so that every pair is of token 0
 
 
@@ -372,6 +372,10 @@ def moe_ops_mixed_gemv2(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=column < N)
 
 
+def _columns_of_chunk(of: Format) -> int:
+    return 32 if of.bits in (5, 6) else CHUNK * 8 // of.bits
+
+
 @lru_cache(maxsize=1024)
 def _why_not(
     of: Format,
@@ -380,13 +384,13 @@ def _why_not(
     factor_strides: tuple[int, int],
 ) -> str | None:
     """Why the kernels cannot run with such weights at any address, or None."""
-    of_chunk = CHUNK * 8 // of.bits
-    if of.name not in FORMATS or of.scale == "weight":
+    of_chunk = _columns_of_chunk(of)
+    if of.name not in GEMV_FORMATS or of.scale == "weight":
         return f"gemv takes no {of.name} weights whose scales are {of.scale!r}"
     if any([size % of_chunk for size in columns]):
-        return f"gemv takes rows of whole 16 bytes, {of_chunk} columns, got {columns}"
+        return f"gemv takes rows of whole chunks, {of_chunk} columns, got {columns}"
     if of.group and of.group % of_chunk and 2 * of.group != of_chunk:
-        return f"gemv takes groups of whole 16 bytes or their halves, got {of.group} columns"
+        return f"gemv takes groups of whole chunks or their halves, got {of.group} columns"
     if not all([one[0] % CHUNK == one[1] % CHUNK == 0 and one[2] == 1 for one in strides]):
         return "gemv takes rows that begin at multiples of 16 bytes"
     if any(factor_strides) and of.name not in E2M1 and not of.two_levels:
@@ -422,7 +426,7 @@ def _strides(w: MixedOperand) -> GemvStrides:
 
 @lru_cache(maxsize=1024)
 def _format(of: Format, K: int, factor_step: int) -> GemvFormat:
-    return GemvFormat(of.name, of.scale, of.group, K * of.bits // 8 // CHUNK, factor_step)
+    return GemvFormat(of.name, of.scale, of.group, K // _columns_of_chunk(of), factor_step)
 
 
 def launches(

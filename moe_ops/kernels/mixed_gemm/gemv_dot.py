@@ -20,6 +20,7 @@ from moe_ops.kernels.mixed_gemm.decode import (
     in_one_level,
     in_pairs,
     is_e2m1,
+    odd_bits,
 )
 from moe_ops.kernels.mixed_gemm.levels import is_level, level, level_unit, words_of_levels
 
@@ -37,8 +38,8 @@ INT4_REST = tl.constexpr(2.0**80)
 
 @triton.constexpr_function
 def word_columns(FORMAT):
-    """Columns of a row in 32 bits."""
-    return 8 if in_pairs(FORMAT) else 4
+    """Columns of a row in 32 bits; of 5 and 6 bits a fourth of a chunk, which has 32."""
+    return 8 if in_pairs(FORMAT) or odd_bits(FORMAT) else 4
 
 
 @triton.jit
@@ -91,11 +92,11 @@ def column_by_column(sums):
 
 
 @triton.jit
-def int4_product(w, x, acc, AT: tl.constexpr):
-    """acc + 2^-80 * nibble * x, with the nibble at bit AT <= 19 of w. The product of a subnormal
-    number is exact like any other.
+def int4_product(w, x, acc, AT: tl.constexpr, BITS: tl.constexpr = 4):
+    """acc + 2^-80 * code * x, with the code of so many bits at bit AT of w, below bit 23. The
+    product of a subnormal number is exact like any other.
     """
-    value = (w & (15 << AT)).to(tl.float32, bitcast=True)
+    value = (w & (((1 << BITS) - 1) << AT)).to(tl.float32, bitcast=True)
     return column_by_column(acc + value * (x * (2.0 ** (69 - AT)))[None, :])
 
 
@@ -238,6 +239,73 @@ def load_side_by_side(
 
 
 @triton.jit
+def load_odd_words(ptrs, here, BITS: tl.constexpr):
+    """The words (BLOCK_N, CHUNKS) of chunks of 5 or 6 words, at the first of each; of 5 the last
+    one again.
+    """
+    w0, w1 = load_along_rows(ptrs, here, 0), load_along_rows(ptrs + 1, here, 0)
+    w2, w3 = load_along_rows(ptrs + 2, here, 0), load_along_rows(ptrs + 3, here, 0)
+    w4 = load_along_rows(ptrs + 4, here, 0)
+    w5 = load_along_rows(ptrs + 5, here, 0) if BITS == 6 else w4
+    return w0, w1, w2, w3, w4, w5
+
+
+@triton.jit
+def odd_product(words, x, acc, BIT: tl.constexpr, BITS: tl.constexpr):
+    """acc + 2^-80 * code * x, with the code at this bit of the words: as `int4_product`."""
+    AT: tl.constexpr = BIT % 32
+    w = words[BIT // 32]
+    if AT + BITS > 32:
+        w = (w >> AT) | (words[BIT // 32 + 1] << (32 - AT))
+        return int4_product(w, x, acc, 0, BITS)
+    elif AT + BITS > 23:
+        return int4_product(w >> 16, x, acc, AT - 16, BITS)
+    else:
+        return int4_product(w, x, acc, AT, BITS)
+
+
+@triton.jit
+def odd_products(words, x, acc, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """acc plus the products of eight columns, the first at this bit of the words, with x."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = split_columns(x, 8)
+    acc = odd_product(words, x0, acc, FIRST, BITS)
+    acc = odd_product(words, x1, acc, FIRST + BITS, BITS)
+    acc = odd_product(words, x2, acc, FIRST + 2 * BITS, BITS)
+    acc = odd_product(words, x3, acc, FIRST + 3 * BITS, BITS)
+    acc = odd_product(words, x4, acc, FIRST + 4 * BITS, BITS)
+    acc = odd_product(words, x5, acc, FIRST + 5 * BITS, BITS)
+    acc = odd_product(words, x6, acc, FIRST + 6 * BITS, BITS)
+    return odd_product(words, x7, acc, FIRST + 7 * BITS, BITS)
+
+
+@triton.jit
+def odd_chunk_products(
+    words, first, second, zero, x0, x1, x2, x3,
+    BITS: tl.constexpr, SCALE_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+):  # fmt: skip
+    """`chunk_products` of codes of 5 or 6 bits, in groups of 16 or at least 32 columns."""
+    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    low = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), 1)[None, :]
+    high = tl.sum(x2.to(tl.float32) + x3.to(tl.float32), 1)[None, :]
+    part = odd_products(words, x0, tl.zeros_like(first), 0, BITS)
+    part = odd_products(words, x1, part, 8 * BITS, BITS)
+    total = part
+    if SCALE_GROUP == 16:
+        tl.static_assert(not HAS_ZERO)
+        total = (part * INT4_REST - MIDDLE * low) * first
+        part = tl.zeros_like(first)
+    part = odd_products(words, x2, part, 16 * BITS, BITS)
+    part = odd_products(words, x3, part, 24 * BITS, BITS) * INT4_REST
+    if SCALE_GROUP == 16:
+        return total + (part - MIDDLE * high) * second
+    elif HAS_ZERO:
+        return part * first + zero.to(tl.float32) * (low + high)
+    else:
+        return (part - MIDDLE * (low + high)) * first
+
+
+@triton.jit
 def load_chunks(
     w_ptr,  # (E, N, bytes of a row)
     w_scale_ptr,
@@ -261,24 +329,31 @@ def load_chunks(
     SCALE_GROUP: tl.constexpr,
     FACTOR_STEP: tl.constexpr,
 ):
-    """(words (BLOCK_N, 4 * CHUNKS), scales of the first and second half of chunks, zero points or
-    minima). Scales are zero unless `here`. Those in two levels are brought into one.
+    """(words (BLOCK_N, 4 * CHUNKS), or of 5 and 6 bits those of `load_odd_words`, scales of the
+    first and second half of chunks, zero points or minima). Scales are zero unless `here`.
+    Those in two levels are brought into one.
 
     Words have two dimensions, so that Triton knows only the last to be contiguous, and spreads
     threads over chunks.
     """
     COLUMNS: tl.constexpr = 4 * word_columns(FORMAT)
+    BITS: tl.constexpr = odd_bits(FORMAT)
     words_ptr = w_ptr.to(tl.pointer_type(tl.uint32))
-    word = repeat_each(expert * (w_stride_e // 4) + chunk * 4, 4)
-    word += tl.arange(0, word.shape[0]) % 4
-    word = tl.max_contiguous(tl.multiple_of(word, 4), 4)
-    start = row.to(tl.int64) * tl.multiple_of(w_stride_n // 4, 4)
-    # No `other`: unless `here`, x is zero, and every word is a finite number.
-    w = tl.load(
-        words_ptr + start[:, None] + word[None, :],
-        mask=tl.max_constancy(repeat_each(here.to(tl.int32), 4) > 0, 4)[None, :],
-        eviction_policy="evict_first",
-    )
+    if BITS > 0:
+        words_ptr += (expert * (w_stride_e // 4) + chunk * BITS)[None, :]
+        words_ptr += (row.to(tl.int64) * (w_stride_n // 4))[:, None]
+        w = load_odd_words(words_ptr, here[None, :], BITS)
+    else:
+        word = repeat_each(expert * (w_stride_e // 4) + chunk * 4, 4)
+        word += tl.arange(0, word.shape[0]) % 4
+        word = tl.max_contiguous(tl.multiple_of(word, 4), 4)
+        start = row.to(tl.int64) * tl.multiple_of(w_stride_n // 4, 4)
+        # No `other`: unless `here`, x is zero, and every word is a finite number.
+        w = tl.load(
+            words_ptr + start[:, None] + word[None, :],
+            mask=tl.max_constancy(repeat_each(here.to(tl.int32), 4) > 0, 4)[None, :],
+            eviction_policy="evict_first",
+        )
     here = here[None, :]
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(tl.pointer_type(tl.uint8))
@@ -338,6 +413,23 @@ def chunk_products(
     HAS_ZERO: tl.constexpr,
 ):
     """Scaled sums of the products of chunks with x, (BLOCK_N, CHUNKS)."""
+    BITS: tl.constexpr = odd_bits(FORMAT)
+    if BITS > 0:
+        return odd_chunk_products(
+            w, first, second, zero, x0, x1, x2, x3, BITS, SCALE_GROUP, HAS_ZERO
+        )
+    else:
+        return even_chunk_products(
+            w, first, second, zero, x0, x1, x2, x3, FORMAT, SCALE, SCALE_GROUP, HAS_ZERO
+        )
+
+
+@triton.jit
+def even_chunk_products(
+    w, first, second, zero, x0, x1, x2, x3,
+    FORMAT: tl.constexpr, SCALE: tl.constexpr, SCALE_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+):  # fmt: skip
+    """`chunk_products` of elements of 4 and 8 bits."""
     BLOCK_N: tl.constexpr = w.shape[0]
     CHUNKS: tl.constexpr = x0.shape[0]
     # a chunk has two groups
