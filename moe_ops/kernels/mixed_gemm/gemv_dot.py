@@ -1,4 +1,4 @@
-"""Loads of weights of 4 and 8 bits for gemv.py, and their products with x. Imported at first
+"""Loads of weights of 4, 5, 6 and 8 bits for gemv.py, and their products with x. Imported at first
 launch only.
 
 Weights are decoded to fp32 exactly, but for levels (levels.py), products are added in fp32, and
