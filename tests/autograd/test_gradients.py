@@ -315,7 +315,8 @@ def test_no_tokens():
     assert all((grad == 0).all() for grad in gradients(case).values())
 
 
-PACKED = ["int8_w8a8", "int4_w4a16:g32:zp", "int4_w4a8", "mxfp4", "mxfp6_e3m2", "mxfp8", "nvfp4"]
+PACKED = ["int8_w8a8", "int4_w4a16:g32:zp", "int4_w4a8", "nf4_w4a16:g32"]
+PACKED += ["mxfp4", "mxfp6_e3m2", "mxfp8", "nvfp4"]
 
 
 @everywhere

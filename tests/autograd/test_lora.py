@@ -164,7 +164,9 @@ def test_quantized_activations(scheme, dtype):
     assert not {"w13", "w2"} & set(grads)
 
 
-@pytest.mark.parametrize("scheme", ["int4_w4a16:g32", "int4_w4a16:channel:zp", "mxfp4_w4a16"])
+@pytest.mark.parametrize(
+    "scheme", ["int4_w4a16:g32", "int4_w4a16:channel:zp", "mxfp4_w4a16", "nf4_w4a16:g32"]
+)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_packed_weights(where, scheme, recompute):
     """They get no gradient."""
