@@ -47,7 +47,7 @@ class Activation:
     | swigluoai_uninterleave | g * sigmoid(alpha * g) * (u + beta) of min(g, L), clamp(u, -L, L) |
     | swiglustep | min(silu(g), L) * clamp(u, -L, L) |
     | relu2 | relu(g)^2 * u |
-    | situ | beta * tanh(g / beta) * sigmoid(g) * L * tanh(u / L), of Kimi-K3 |
+    | situ | beta * tanh(g / beta) * sigmoid(g) * L * tanh(u / L) |
     | powlu | min(p(g) * sigmoid(g), L) * clamp(u, -L, L), p(g) = g^(alpha / (sqrt(g) + 1)) for
       g > 0, else g |
     | silu_no_mul, gelu_no_mul, gelu_tanh_no_mul | f(x), not gated |

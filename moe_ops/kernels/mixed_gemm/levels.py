@@ -26,7 +26,7 @@ NEIGHBOURS, EVEN_AND_ODD, EXCHANGED = (
 )
 
 
-class Table(NamedTuple):
+class LevelTable(NamedTuple):
     """The levels of a format, by code."""
 
     levels: tuple[float, ...]
@@ -46,16 +46,16 @@ def from_bf16(bits: int) -> float:
     return float(x)
 
 
-def table_of(levels: tuple[float, ...]) -> Table:
-    """The Table of levels. Its unit is, of 64 from 1/2 to 1, that in which all of them are nearest
-    to numbers of bf16, in relation to their size.
+def table_of(levels: tuple[float, ...]) -> LevelTable:
+    """The LevelTable of levels. Its unit is, of 64 from 1/2 to 1, that in which all of them are
+    nearest to numbers of bf16, in relation to their size.
     """
 
     def error(unit: float) -> float:
         return max([abs(from_bf16(to_bf16(x / unit)) * unit / x - 1) for x in levels if x])
 
     unit = min([64 / (64 + i) for i in range(64)], key=error)
-    return Table(levels, unit, tuple([to_bf16(x / unit) for x in levels]))
+    return LevelTable(levels, unit, tuple([to_bf16(x / unit) for x in levels]))
 
 
 # a constant, so that compiled kernels are those of these tables
