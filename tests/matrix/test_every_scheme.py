@@ -129,6 +129,7 @@ ON_CPU_TOO = [
         "int4_w4a16:g64",
         "int4_w4a16:g32:zp",
         "int4_w4a16:g32:min",
+        "int6_w6a16:g16",
         "int4_w4a16:g32:super:min",
         "mxfp4_w4a16",
     )
@@ -137,7 +138,8 @@ ON_CPU_TOO = [
 
 def scaled_in_16_bits(M: int, cuda: bool) -> tuple[str, ...]:
     """What names of schemes begin with whose weights are scaled in 16 bits beside M tokens, as
-    docs/quantization.md says, beside those with minima."""
+    docs/quantization.md says, beside those with minima and those of 5
+    and 6 bits."""
     levels = ("iq4", "nf4", "fp4_w4a16")
     if not cuda:
         return ("int4_w4a16:g32", "iq4", "nf4_w4a16:g32", "fp4_w4a16:g32")
@@ -162,7 +164,8 @@ def test_error_is_that_of_rounding_once(device, scheme):
     for M in (1, 5, 24, 150) if cuda else (1, 12):
         case = Case(device, dtype, scheme, M=M, top_k=2, **sizes)
         exact = case.reference()
-        in_16_bits = scheme.endswith(":min") or scheme.startswith(scaled_in_16_bits(M, cuda))
+        others = scheme.endswith(":min") or scheme.startswith(("int5", "int6"))
+        in_16_bits = others or scheme.startswith(scaled_in_16_bits(M, cuda))
         weights = dtype if in_16_bits else torch.float64
         rounded = oracle.experts(*case.args, **case.options, rounded=dtype, weights=weights)
         assert_matches(case.run("triton"), exact, 1.5 * oracle.relative_error(rounded, exact))
