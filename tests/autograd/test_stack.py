@@ -9,6 +9,7 @@ import moe_ops
 from moe_ops import LoRA, LoRAStack
 from tests.support import oracle
 from tests.support.cases import BF16, FP32, FP64, Case, assert_matches, poisoned_memory, tolerance
+from tests.support.fake_cuda import Recorder, fake_gpu
 
 MATRICES = ("a13", "b13", "a2", "b2")
 NO_ADAPTER = [-1, -7, 2**31 - 1, -(2**31)]
@@ -275,3 +276,38 @@ def test_refusals_of_a_stack():
     for before, now in zip(kept, stack, strict=True):
         assert torch.equal(before, now)
     assert not any(math.isnan(t.sum()) for t in stack)
+
+
+@pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g128"])
+def test_planned_for_a_gpu(scheme):
+    """One graph for any number of tokens, on Triton's kernels, whose workspaces the graph has."""
+    E, K, I, r = 4, 256, 128, 16  # noqa: E741
+    sizes = ((r, K), (2 * I, r), (r, I), (K, r))
+    given = [torch.randn(E, *size, dtype=BF16) for size in ((2 * I, K), (K, I))]
+    given = [moe_ops.quantize(w, scheme) if scheme else w for w in given]
+    recorder = Recorder()
+
+    def layer(x, w13, w2, weights, ids, stack, of_tokens):
+        return moe_ops.fused_experts(
+            x, w13, w2, weights, ids, adapters=stack, adapter_ids=of_tokens
+        )
+
+    with fake_gpu(), torch.no_grad():
+
+        def empty(*size, dtype=BF16):
+            return torch.empty(*size, dtype=dtype, device="cuda")
+
+        weights = []
+        for w in given:
+            parts = {n: getattr(w, n, None) for n in ("qdata", "scale")} if scheme else {}
+            fakes = {n: empty(*t.shape, dtype=t.dtype) for n, t in parts.items()}
+            weights.append(w._replace(**fakes) if scheme else empty(*w.shape))
+        stack = LoRAStack(*[empty(8, E, *size) for size in sizes], empty(8, dtype=FP32))
+        compiled = torch.compile(layer, backend=recorder.backend, fullgraph=True, dynamic=True)
+        for M in (5, 9):
+            router = empty(M, 2, dtype=FP32), empty(M, 2, dtype=torch.int64)
+            of_tokens = empty(M, dtype=torch.int64)
+            assert compiled(empty(M, K), *weights, *router, stack, of_tokens).shape == (M, K)
+    ((op, args),) = recorder.calls()
+    assert op is torch.ops.moe_ops.adapted_experts.default
+    assert "'tiers_text': '-1:triton'" in args["options"]
