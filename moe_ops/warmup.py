@@ -274,7 +274,9 @@ def _runner(layer: Any, dtype: torch.dtype | None) -> Callable[[int], object]:
     def run(num_tokens: int) -> object:
         size = (num_tokens, layer.hidden_size)
         x = random_tokens(size, dtype or weight.dtype, weight.device)
-        return layer._routed(x, None)
+        if getattr(layer, "adapters", None) is not None:  # calls of tokens that have them
+            layer._routed(x, torch.zeros(num_tokens, dtype=torch.int64, device=x.device))
+        return layer._routed(x)
 
     return run
 

@@ -540,7 +540,9 @@ class MoELayer(KeepsBuffers):
         self._values["expert_map"] = expert_map.cpu()
         self.expert_map = expert_map.to(self.gate.weight.device)
 
-    def _routed(self, x: Tensor, adapter_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _routed(
+        self, x: Tensor, adapter_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Router and experts alone: x (M, H) -> out (M, H), router_logits (M, E), topk_ids (M,
         top_k).
         """

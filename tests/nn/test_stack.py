@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
 from moe_ops import LoRA, LoRAStack
@@ -107,3 +108,17 @@ def test_of_another_layer():
     layer.set_adapters(LoRAStack.of(adapters_of(other)))
     with torch.no_grad(), pytest.raises(ValueError, match="stack of another layer"):
         layer(torch.randn(4, 48, dtype=FP64), adapter_ids=torch.zeros(4, dtype=torch.int64))
+
+
+def test_warmup_calls_the_layer_with_its_adapters():
+    layer, names = layer_of().eval(), []
+    layer.set_adapters(LoRAStack.of(adapters_of(layer)))
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    with Noted():
+        moe_ops.warmup(layer, token_counts=(2,))
+    assert "adapted_experts" in names
