@@ -23,7 +23,8 @@ SOURCES = Path(moe_ops.__file__).parent / "csrc" / "cpu"
 FLAGS = "-O0 -std=c++20 -shared -fPIC -fopenmp -DMOE_OPS_MOST_ROWS=3 -fsanitize=address,undefined"
 # a step of 128 columns and the rest of one, codes and scales of each kind, tokens in parts
 TESTS = (
-    "test_schemes and 320-224 and (avx512--320 or avx2--320 or g32:zp or nvfp4 or block) or "
+    "test_schemes and 320-224 and (avx512--320 or avx2--320 or g32:zp or nvfp4 or block "
+    "or int5 or int6) or "
     "quantized_activations and 96-160 and block-96 or out_of_range or biases and gelu_tanh-dtype1"
 )
 RUN = """
