@@ -9,10 +9,14 @@ request, which would decide for all others how tokens are sampled.
 from __future__ import annotations
 
 import argparse
+import copy
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.utils.import_utils import is_serve_available
 
 from moe_ops.backends import BACKENDS
@@ -38,7 +42,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", help="folder, or name on the Hub")
+    add("model", help="folder, or name on the Hub; of a GGUF file FOLDER:FILE")
     add("--scheme", help="quantize the experts, e.g. int4_w4a16")
     add(
         "--backend",
@@ -52,24 +56,37 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     add("--no-cuda-graphs", action="store_true", help="run each step eagerly")
     add("--cb-max-batch-tokens", type=int, metavar="N", help="in one step; on a GPU 2048")
     add("--no-warmup", action="store_true", help="compile when requests come")
-    of_all = "of all requests, where they are batched"
+    of_all = "of all requests that are batched"
     add("--temperature", type=float, default=0.0, help=f"{of_all}; 0, the default, is greedy")
     add("--top-p", type=float, help=of_all)
     add("--top-k", type=int, help=of_all)
-    given, rest = parser.parse_known_args(argv)
-    if given.temperature < 0:
+    words = list(sys.argv[1:] if argv is None else argv)
+    given, rest = parser.parse_known_args(words)
+    before = words[: words.index(given.model)][-1:]
+    if before and before[0] != "--" and before[0] in rest:
+        # whether it takes a value only transformers knows
+        parser.error(f"the model must come before {before[0]}, got {given.model!r} after it")
+    if not given.temperature >= 0:
         parser.error(f"--temperature must be at least 0, got {given.temperature}")
+    for name, value in (("--top-p", given.top_p), ("--top-k", given.top_k)):
+        if value is not None and given.temperature == 0:
+            parser.error(f"{name} needs a --temperature above 0: without, decoding is greedy")
+    if given.no_continuous_batching and given.temperature:
+        parser.error("--temperature is of batched requests: without batching, each has its own")
     if given.cb_max_batch_tokens is None and torch.cuda.is_available():
         given.cb_max_batch_tokens = _BATCH_TOKENS
     for name, ours in (("--quantization", "--scheme"), ("--continuous-batching", "it is on")):
-        if name in rest:
+        if name in [option.partition("=")[0] for option in rest]:
             parser.error(f"{name} is not taken here: {ours}")
+    if given.model.endswith(".gguf") and os.path.isfile(given.model):
+        folder, file = os.path.split(given.model)
+        parser.error(f"the model of a GGUF file is FOLDER:FILE, here {folder or '.'}:{file}")
     return given, rest
 
 
 def server_options(given: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """The arguments of `transformers serve`."""
-    options = [given.model, *rest]
+    options = list(rest)
     if not given.no_continuous_batching:
         options.append("--continuous-batching")
         if given.cb_max_batch_tokens is not None:
@@ -78,28 +95,31 @@ def server_options(given: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         if torch.cuda.is_available() and not said:
             graphs = "no-" if given.no_cuda_graphs else ""
             options.append(f"--{graphs}cb-use-cuda-graph")
-    return options
+    return [*options, "--", given.model]  # whose name may begin as an option does
 
 
 def prepare(model: Any, given: argparse.Namespace) -> None:
-    """Attach a loaded model, set how it samples, and warm it up for decoding and for the largest
-    batch.
-    """
+    """Attach a loaded model, and warm it up for decoding and for the largest batch."""
     print(attach(model, given.backend), flush=True)
     if not given.no_fused_routers:
         print(fuse_routers(model), flush=True)
-    of = model.generation_config
-    of.do_sample = given.temperature > 0
-    for name in _SAMPLING:
-        value = getattr(given, name)
-        # what does not count where nothing is sampled would only be warned of
-        setattr(of, name, value if of.do_sample and value is not None else None)
     if not given.no_warmup:
         counts = [1 << i for i in range(_MOST_REQUESTS.bit_length())]
         most = given.cb_max_batch_tokens
         if most is not None:
             counts = [n for n in counts if n < most] + [most]
         print(warmup(model, counts), flush=True)
+
+
+def sampling(config: Any, given: argparse.Namespace) -> Any:
+    """A model's generation_config for batches, whose requests are all sampled alike."""
+    config = copy.deepcopy(config)
+    config.do_sample = given.temperature > 0
+    for name in _SAMPLING:
+        value = getattr(given, name)
+        # what does not count where nothing is sampled would only be warned of
+        setattr(config, name, value if config.do_sample and value is not None else None)
+    return config
 
 
 def try_batching(batches: Any, model: Any) -> None:
@@ -137,6 +157,7 @@ def launch(given: argparse.Namespace, rest: Sequence[str]) -> Any:
     from transformers.cli.serving import model_manager, utils
 
     managers: list[Any] = []
+    states: list[Any] = []
 
     class Manager(model_manager.ModelManager):
         """Loads models for moe_ops."""
@@ -146,13 +167,27 @@ def launch(given: argparse.Namespace, rest: Sequence[str]) -> Any:
             super().__init__(*args, **kwargs)
 
         def get_quantization_config(self) -> Any:
-            of_file = ".gguf" in given.model  # whose experts stay packed
-            if given.scheme is None and given.gpu_memory is None and not of_file:
+            gguf_file = utils.split_model_id(given.model)[1]  # whose experts stay packed
+            if given.scheme is None and given.gpu_memory is None and gguf_file is None:
                 return None
             return MoeOpsConfig(given.scheme, given.backend, gpu_memory=given.gpu_memory)
 
-        def _load_model(self, *args: Any, **kwargs: Any) -> Any:
-            model = super()._load_model(*args, **kwargs)
+        def _load_model(
+            self, name: str, *args: Any, gguf_file: str | None = None, **kwargs: Any
+        ) -> Any:
+            if gguf_file is None:
+                model = super()._load_model(name, *args, **kwargs)
+            else:  # whose fields transformers reads for fewer architectures, often without a class
+                folder, revision = utils.split_revision(name)
+                model = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    revision=revision,
+                    gguf_file=gguf_file,
+                    quantization_config=self.get_quantization_config(),
+                    attn_implementation=self.attn_implementation,
+                    dtype=self.dtype,
+                    device_map=self.device,
+                )
             prepare(model, given)
             return model
 
@@ -160,21 +195,29 @@ def launch(given: argparse.Namespace, rest: Sequence[str]) -> Any:
         """Starts continuous batching with the model that was loaded first."""
 
         def __init__(self, *args: Any, **kwargs: Any):
+            states.append(self)
             super().__init__(*args, **kwargs)
             for name, loaded in managers[0].loaded_models.items():
-                if self.use_continuous_batching(loaded.model, utils.Modality.LLM):
+                modality = managers[0].get_model_modality(loaded.model, loaded.processor)
+                if self.use_continuous_batching(loaded.model, modality):
                     batching = self.get_manager(name, use_cb=True)
-                    batching.init_cb(loaded.model, loaded.model.generation_config)
+                    config = sampling(loaded.model.generation_config, given)
+                    batching.init_cb(loaded.model, config)
                     try_batching(batching._cb, loaded.model)
 
     before = model_manager.ModelManager, utils.GenerationState
     model_manager.ModelManager, utils.GenerationState = Manager, State
+    runs = None
     try:
         app = typer.Typer(add_completion=False)
         app.command()(serve.Serve)
-        return app(server_options(given, rest), standalone_mode=False)
+        runs = app(server_options(given, rest), standalone_mode=False)
+        return runs
     finally:
         model_manager.ModelManager, utils.GenerationState = before
+        if not hasattr(runs, "_thread"):  # it ended, and its thread of batches would not
+            for state in states:
+                state.shutdown()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -16,6 +16,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("fastapi", reason="needs transformers[serving]")
 pytest.importorskip("uvicorn", reason="needs transformers[serving]")
 
+from transformers.cli.serving import model_manager, utils
+
 from moe_ops.integrations.transformers import serving
 from tests.support.paths import ROOT
 
@@ -152,6 +154,63 @@ def test_a_model_that_is_not_batched_is_refused_at_the_start(tmp_path):
         serving.launch(*serving.parse(options(str(tmp_path), "--no-warmup")))
 
 
+@pytest.mark.slow
+def test_a_server_that_cannot_start_ends(folder):
+    """Its thread of batches as well, which would keep the process for ever."""
+    before = model_manager.ModelManager, utils.GenerationState
+    threads = {*threading.enumerate()}
+    with socket.create_server(("localhost", 0)) as taken:
+        of = [folder, "--no-warmup", "--device", "cpu", "--cb-num-blocks", "16"]
+        given, rest = serving.parse([*of, "--port", str(taken.getsockname()[1])])
+        with pytest.raises(SystemExit):
+            serving.launch(given, rest)
+    assert all([thread.daemon for thread in {*threading.enumerate()} - threads])
+    assert before == (model_manager.ModelManager, utils.GenerationState)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gguf/qwen3moe-Q4_0:model.gguf", "gguf_models:glm4moe.gguf"])
+def test_gguf_files_are_served(monkeypatch, name):
+    """transformers' server finds no class in the fields of the first, and does not know the
+    second's architecture.
+    """
+    pytest.importorskip("gguf")
+    manager = model_manager.ModelManager
+    monkeypatch.setattr(manager, "_load_processor", lambda *_, **__: None)  # files without one
+    few = ["--no-continuous-batching", "--no-warmup"]
+    name = str(ROOT / "tests/fixtures" / name)
+    server = serving.launch(*serving.parse(options(name, *few)))
+    try:
+        ((key, loaded),) = server._model_manager.loaded_models.items()
+        assert key == name
+        folder, file = name.split(":")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            gguf_file=file,
+            quantization_config=serving.MoeOpsConfig(),
+            dtype=torch.float32,
+        )
+        ids = torch.arange(5)[None]
+        with torch.no_grad():
+            torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits)
+    finally:
+        while not server.server.started:
+            assert server._thread.is_alive()
+        server.kill_server()
+
+
+def test_batches_sample_alike_and_other_requests_as_the_model_says():
+    config = transformers.GenerationConfig(do_sample=True, temperature=0.6, top_k=20, top_p=0.9)
+    before = config.to_dict()
+    found = serving.sampling(config, serving.parse(["m"])[0])
+    said = (found.do_sample, found.temperature, found.top_k, found.top_p)
+    assert said == (False, None, None, None)
+    found = serving.sampling(config, serving.parse(["m", "--temperature", "2", "--top-k", "3"])[0])
+    said = (found.do_sample, found.temperature, found.top_k, found.top_p)
+    assert said == (True, 2.0, 3, None)
+    assert config.to_dict() == before
+
+
 def test_options_of_the_server_are_passed_on(monkeypatch):
     given, rest = serving.parse(["m", "--port", "1", "--scheme", "int4_w4a16", "--enable-cors"])
     assert given.scheme == "int4_w4a16" and rest == ["--port", "1", "--enable-cors"]
@@ -159,15 +218,17 @@ def test_options_of_the_server_are_passed_on(monkeypatch):
     for cuda, graphs in ((False, []), (True, ["--cb-use-cuda-graph"])):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         batched = ["--continuous-batching", "--cb-max-batch-tokens", "77", *graphs]
-        assert serving.server_options(given, rest) == ["m", *rest, *batched]
+        assert serving.server_options(given, rest) == [*rest, *batched, "--", "m"]
     given.no_cuda_graphs = True
-    assert serving.server_options(given, rest)[-1] == "--no-cb-use-cuda-graph"
-    assert serving.server_options(given, ["--cb-use-cuda-graph"])[1:] == [
+    assert serving.server_options(given, rest)[-3] == "--no-cb-use-cuda-graph"
+    assert serving.server_options(given, ["--cb-use-cuda-graph"])[:-2] == [
         "--cb-use-cuda-graph",
         *batched[:3],
     ]
     given.no_continuous_batching = True
-    assert serving.server_options(given, rest) == ["m", *rest]
+    assert serving.server_options(given, rest) == [*rest, "--", "m"]
+    given, rest = serving.parse(["--no-continuous-batching", "--", "--m"])  # a folder's name
+    assert serving.server_options(given, rest) == ["--", "--m"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert serving.parse(["m"])[0].cb_max_batch_tokens == 2048
 
@@ -176,11 +237,22 @@ def test_options_of_the_server_are_passed_on(monkeypatch):
     "argv, sentence",
     [
         (["m", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
+        (["m", "--temperature", "nan"], "--temperature must be at least 0, got nan"),
+        (["m", "--top-p", "0.9"], "--top-p needs a --temperature above 0"),
+        (
+            ["m", "--temperature", "1", "--no-continuous-batching"],
+            "--temperature is of batched requests",
+        ),
         (["m", "--quantization", "x"], "--quantization is not taken here: --scheme"),
+        (["m", "--quantization=x"], "--quantization is not taken here: --scheme"),
+        (["--port", "1", "m"], "the model must come before --port, got '1' after it"),
+        (["FILE.gguf"], "the model of a GGUF file is FOLDER:FILE, here .:FILE.gguf"),
         (["m", "--backend", "cublas"], "invalid choice: 'cublas'"),
     ],
 )
-def test_errors(argv, sentence, capsys):
+def test_errors(argv, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE.gguf").touch()
     with pytest.raises(SystemExit):
         serving.parse(argv)
     assert sentence in capsys.readouterr().err
