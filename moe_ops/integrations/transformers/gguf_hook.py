@@ -20,7 +20,10 @@ def _with_gguf(original: Callable, auto: bool) -> Any:
     """
 
     @functools.wraps(original)
-    def from_pretrained(cls: type, path: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        path = pretrained_model_name_or_path  # which callers may give by name
         given = isinstance(kwargs.get("quantization_config"), MoeOpsConfig)
         if given and kwargs.get("gguf_file") is not None:
             from moe_ops.integrations.transformers import gguf

@@ -71,6 +71,20 @@ def change(name, folder, fields=None, tensors=None):
     return found
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_path_may_be_given_by_its_name(plain, tmp_path):
+    """Of GGUF files and, since every call comes by here, of others."""
+    want, options = load(FIXTURES / "qwen3moe-Q4_0"), {"dtype": torch.float32}
+    if plain:
+        want.save_pretrained(tmp_path)
+    else:
+        options |= {"gguf_file": "model.gguf", "quantization_config": MoeOpsConfig()}
+    path = tmp_path if plain else FIXTURES / "qwen3moe-Q4_0"
+    for of in (transformers.AutoModelForCausalLM, transformers.Qwen3MoeForCausalLM):
+        model = of.from_pretrained(pretrained_model_name_or_path=path, **options)
+        assert torch.equal(logits(model), logits(want))
+
+
 @pytest.mark.parametrize("name", [*SCHEMES])
 def test_files_of_llama_cpp(name, tmp_path):
     expected = files.load_file(FIXTURES / name / "expected.safetensors")
