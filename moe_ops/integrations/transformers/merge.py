@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,8 @@ def merge_adapters(model: nn.Module, scheme: str | QuantScheme | None = None) ->
     changes.
 
     PEFT counts these adapters as merged. `model.merge_and_unload()` merges those on other layers
-    and returns the model without adapters. The adapters cannot be taken out again.
+    and returns the model without adapters. The adapters cannot be taken out again, nor disabled:
+    both then raise ValueError.
 
     The weights before are levels of their scheme, so that what adapters add is lost where it is
     less than half the step to the next one: the report says how much that is. A scheme of more
@@ -132,9 +134,18 @@ def _merge(layer: Layer, wrapper: Any, scheme: QuantScheme | None) -> MergedWeig
     )
     layer.replace(name, lambda _: weight, {})
     wrapper.merged_adapters.extend(active)
+    # PEFT's own would forget that they are merged before it fails to subtract them
+    wrapper.unmerge = functools.partial(_refuse_unmerge, layer.parameter_name(name))
     off = _norm(weight.dequantize(torch.float32).sub_(total))
     return MergedWeight(
         layer.parameter_name(name), weight.scheme, off / _norm(total), off / _norm(change)
+    )
+
+
+def _refuse_unmerge(name: str) -> NoReturn:
+    raise ValueError(
+        f"{name} must have no merged adapter to take out or disable, got one that merge_adapters "
+        "merged, which rounds; load the model and its adapters again"
     )
 
 

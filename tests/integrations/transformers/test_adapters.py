@@ -349,6 +349,19 @@ def test_merged_into_quantized_weights(family, scheme, merged):
     assert torch.equal(logits_of(unloaded), got)
 
 
+def test_merged_adapters_are_not_taken_out():
+    """PEFT would forget them before it fails to subtract them, and they would count twice."""
+    model = adapted(prepare=lambda m: integration.quantize(m.float(), "nf4_w4a16:g32"))
+    integration.attach(model)
+    integration.merge_adapters(model)
+    want = logits_of(model)
+    with pytest.raises(ValueError, match="_proj must have no merged adapter"):
+        model.unmerge_adapter()
+    with model.disable_adapter(), pytest.raises(ValueError, match="load the model and its adap"):
+        logits_of(model)
+    assert torch.equal(logits_of(model), want)
+
+
 def test_what_is_not_merged():
     with pytest.raises(ValueError, match="must have active adapters on quantized experts"):
         integration.merge_adapters(adapted())
