@@ -152,10 +152,12 @@ def check_target(argument: str, path: object) -> Path:
     """The path of a file that is to be written.
 
     Raises:
-        ValueError: it is no path, a folder, or in a folder that is absent or cannot be written.
+        ValueError: it is no path, a folder, a device or the like, or in a folder that is absent or
+            cannot be written.
     """
     target = _path(argument, path)
-    if target.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
+    other = target.exists() and not target.is_file()  # /dev/null would be replaced
+    if other or not os.access(target.parent, os.W_OK | os.X_OK):
         raise ValueError(
             f"{argument} must name a file in a folder that exists and can be written, got "
             f"{str(target)!r}"

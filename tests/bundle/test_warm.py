@@ -354,6 +354,14 @@ def test_files_that_cannot_be_saved_are_refused_first(tmp_path, monkeypatch, sav
     assert not ran
 
 
+def test_what_is_no_plain_file_is_not_replaced(tmp_path):
+    """As /dev/null, which a rename would replace."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="path must name a file"):
+        moe_ops.save_warm(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_an_error_of_writing_names_the_file(folders, tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
