@@ -56,17 +56,19 @@ class HostMemory:
         return True
 
 
-_LEFT: list[
-    tuple[Tensor, int]
-] = []  # to be unpinned after a capture, in which nothing can be waited for
+# to be unpinned after a capture, in which nothing can be waited for
+_LEFT: list[tuple[Tensor, int, torch.device]] = []
 
 
 def _unpin(data: Tensor, address: int, device: torch.device) -> None:
     """Give memory back to the system once calls that may read it have ended."""
-    _LEFT.append((data, address))
+    _LEFT.append((data, address, device))
     if torch.cuda.is_current_stream_capturing():
         return
-    torch.cuda.synchronize(device)
-    while _LEFT:
-        torch.cuda.cudart().cudaHostUnregister(_LEFT[-1][1])
-        _LEFT.pop()  # the memory, after it
+    while True:
+        try:
+            left = _LEFT.pop()  # it keeps the memory; other threads may take the next one
+        except IndexError:
+            return
+        torch.cuda.synchronize(left[2])
+        torch.cuda.cudart().cudaHostUnregister(left[1])

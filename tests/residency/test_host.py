@@ -26,12 +26,13 @@ class Runtime:
         assert self.waited
         del self.registered[address]
 
-    waited = capturing = False
+    capturing = False
+    waited: tuple[torch.device, ...] = ()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Runtime:
         def wait(device: torch.device) -> None:
             assert not self.capturing
-            self.waited = True
+            self.waited += (device,)
 
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "synchronize", wait)
@@ -55,7 +56,7 @@ def test_memory_is_pinned_as_long_as_it_is_held(monkeypatch):
 
 def test_memory_that_goes_in_a_capture_is_released_after_it(monkeypatch):
     runtime = Runtime().install(monkeypatch)
-    memories = [HostMemory(100, torch.device("cuda")) for _ in range(2)]
+    memories = [HostMemory(100, torch.device("cuda", i)) for i in range(2)]
     runtime.capturing = True
     del memories[0]
     gc.collect()
@@ -64,6 +65,7 @@ def test_memory_that_goes_in_a_capture_is_released_after_it(monkeypatch):
     memories.clear()
     gc.collect()
     assert not runtime.registered
+    assert {device.index for device in runtime.waited} == {0, 1}  # each one's own calls
 
 
 def test_refusal_is_said_with_its_cost(monkeypatch):
