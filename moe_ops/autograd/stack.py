@@ -203,6 +203,12 @@ def of_tokens(
             f"adapter_ids must have shape (M,) and dtype int32 or int64, got "
             f"{adapter_ids.ndim}-D {adapter_ids.dtype}"
         )
+    if stack.scales.ndim != 1 or not stack.scales.is_contiguous():
+        raise ValueError(
+            "adapters.scales must have shape (n,) and be contiguous, each adapter its own, got "
+            f"shape {tuple(stack.scales.shape)} with strides {stack.scales.stride()}; pass "
+            ".contiguous()"
+        )
     counts = (stack.scales.shape[0], call.w13.data.shape[0], x.shape[1])
     n, E, K = [static_size(size) for size in counts]
     sizes = {

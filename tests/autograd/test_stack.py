@@ -104,6 +104,19 @@ def check(case: Case, ranks=(4, 1, 9), backend="auto", seed=0, of=MATRICES):
     return out
 
 
+def check_not_finite(case: Case, name: str, backend: str):
+    """One adapter has an infinite matrix: what tokens of others get is what they get beside a
+    finite one.
+    """
+    ids = (torch.arange(case.args[0].shape[0]) % 4 - 1).to(case.device)
+    stack = LoRAStack.of(adapters_of(case, (4, 2, 9)))
+    finite = run(case, stack, ids, backend)
+    getattr(stack, name)[1] = math.inf
+    out, of_others = run(case, stack, ids, backend), ids != 1
+    assert not out[~of_others].isfinite().all()
+    assert_matches(out[of_others], finite[of_others], tolerance(case.dtype, "", case.device))
+
+
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
 def test_values(dtype, activation):
@@ -173,6 +186,11 @@ def test_one_adapter_for_all_is_what_lora_gives():
     with torch.no_grad():
         want = moe_ops.fused_experts(*case.args, **case.options, adapters=adapter)
     torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_an_adapter_that_is_not_finite_is_its_tokens_alone(name):
+    check_not_finite(Case(M=9), name, "torch")
 
 
 def test_put_replaces_and_empties_a_slot():
@@ -245,6 +263,9 @@ def test_refusals():
     refusal(case, stack, ids, "batch_invariant must be False", batch_invariant=True)
     refusal(case, stack._replace(b2=None), ids, "adapters.b2 must be a tensor")
     refusal(case, stack._replace(scales=stack.scales.double()), ids, "adapters.scales must have")
+    of_all = stack.scales[:1].expand(2)
+    refusal(case, stack._replace(scales=of_all), ids, "adapters.scales must have shape .* contig")
+    refusal(case, stack._replace(scales=of_all[0]), ids, "adapters.scales must have shape")
     other = Case(M=9, K=56)
     refusal(other, stack, ids, "stack of another layer")
     refusal(Case(M=9, dtype=BF16), stack, ids, "must have the dtype of hidden_states")

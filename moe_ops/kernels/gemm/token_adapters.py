@@ -183,11 +183,18 @@ def moe_ops_adapters_narrow(
     r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     begin = tl.program_id(1) * COLUMNS
     end = tl.minimum(begin + COLUMNS, W)
-    total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    has_one = adapter < n
+    scale = tl.load(scale_ptr + adapter, mask=has_one, other=0.0)
+    if topk_weights_ptr is not None:
+        topk_weights_ptr += token * topk_weights_stride_m + (pair % top_k) * topk_weights_stride_k
+        scale *= tl.load(topk_weights_ptr, mask=has_one, other=0.0).to(tl.float32)
+    u_row = tl.program_id(1).to(tl.int64) * S + place
+    u_ptrs = u_ptr + u_row[:, None] * R + r[None, :]
     current = tl.min(adapter, 0)
     while current < n:
         here = adapter == current
         matrix_row = (current.to(tl.int64) * E + e) * R + r
+        total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         for start in tl.range(begin, end, BLOCK_W, num_stages=2):
             w = start + tl.arange(0, BLOCK_W)
             at = w
@@ -208,15 +215,9 @@ def moe_ops_adapters_narrow(
                 other=0.0,
             )
             total = product(x, matrix, total)
+        # each adapter's rows alone: its matrix, if not finite, makes NaN of zeros of the others
+        tl.store(u_ptrs, total * scale[:, None], mask=here[:, None] & (r < R)[None, :])
         current = tl.min(tl.where(adapter > current, adapter, n), 0)
-    has_one = adapter < n
-    scale = tl.load(scale_ptr + adapter, mask=has_one, other=0.0)
-    if topk_weights_ptr is not None:
-        topk_weights_ptr += token * topk_weights_stride_m + (pair % top_k) * topk_weights_stride_k
-        scale *= tl.load(topk_weights_ptr, mask=has_one, other=0.0).to(tl.float32)
-    u_row = tl.program_id(1).to(tl.int64) * S + place
-    u_mask = has_one[:, None] & (r < R)[None, :]
-    tl.store(u_ptr + u_row[:, None] * R + r[None, :], total * scale[:, None], mask=u_mask)
 
 
 @arguments
@@ -287,10 +288,19 @@ def moe_ops_adapters_widen(
     place = position.to(tl.int64)
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     w_ok = w < W
-    total = tl.zeros((BLOCK_M, BLOCK_W), tl.float32)
+    at = pair.to(tl.int64) if ADDS else place
+    y_ptrs = y_ptr + at[:, None] * y_stride_m + w.to(tl.int64)[None, :] * y_stride_n
+    if not ADDS:
+        without = (ok & (adapter == n))[:, None] & w_ok[None, :]
+        zeros = tl.zeros((BLOCK_M, BLOCK_W), y_ptr.dtype.element_ty)
+        tl.store(y_ptrs, zeros, mask=without)
     while current < n:
         here = adapter == current
         matrix_row = (current.to(tl.int64) * E + e) * W + w
+        mask = here[:, None] & w_ok[None, :]  # not of other rows, as in moe_ops_adapters_narrow
+        total = tl.zeros((BLOCK_M, BLOCK_W), tl.float32)
+        if ADDS:
+            total = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
         for t in tl.static_range(TILES):
             r = t * BLOCK_R + tl.arange(0, BLOCK_R)
             u = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
@@ -304,16 +314,8 @@ def moe_ops_adapters_widen(
                 other=0.0,
             )
             total = product(u, matrix, total)
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask)
         current = tl.min(tl.where(adapter > current, adapter, n), 0)
-    at = place
-    if ADDS:
-        at = pair.to(tl.int64)
-        ok = adapter < n
-    mask = ok[:, None] & w_ok[None, :]
-    y_ptrs = y_ptr + at[:, None] * y_stride_m + w.to(tl.int64)[None, :] * y_stride_n
-    if ADDS:
-        total += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 class Around(NamedTuple):

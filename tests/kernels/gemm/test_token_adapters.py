@@ -9,7 +9,15 @@ from moe_ops import LoRAStack
 from moe_ops.kernels import launch
 from moe_ops.kernels.rows.scales import rows_of
 from moe_ops.ops.args import TokenAdapters
-from tests.autograd.test_stack import adapters_of, check, expected, ids_of, run
+from tests.autograd.test_stack import (
+    MATRICES,
+    adapters_of,
+    check,
+    check_not_finite,
+    expected,
+    ids_of,
+    run,
+)
 from tests.support.cases import BF16, FP32, Case, assert_matches, tolerance
 
 pytest.importorskip("triton")
@@ -87,6 +95,14 @@ def test_every_rank(where, ranks):
 @pytest.mark.parametrize("of", [("a13", "b13"), ("a2", "b2")], ids=str)
 def test_one_weight_alone(where, of):
     check(Case(*where, M=9), backend="triton", of=of)
+
+
+@everywhere
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's products
+@pytest.mark.parametrize("name", MATRICES)
+def test_an_adapter_that_is_not_finite_is_its_tokens_alone(where, name):
+    """Rows of all adapters are multiplied with the matrices of each in a block."""
+    check_not_finite(Case(*where, M=9), name, "triton")
 
 
 @everywhere
