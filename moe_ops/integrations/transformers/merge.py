@@ -89,7 +89,13 @@ def merge_adapters(model: nn.Module, scheme: str | QuantScheme | None = None) ->
         _check(layer, wrapper, wanted)
     merged = tuple([_merge(layer, wrapper, wanted) for layer, wrapper in found])
     if wanted is not None:
-        mark_quantized(model, MoeOpsConfig(wanted))
+        # a saved model is in one scheme, or says of none and each weight has its own
+        schemes = {
+            getattr(layer.weight(name), "scheme", "")
+            for layer in layers_of.find(model)
+            for name in layer.weights
+        }
+        mark_quantized(model, MoeOpsConfig(wanted if schemes == {wanted.name} else None))
     return MergeReport(merged)
 
 

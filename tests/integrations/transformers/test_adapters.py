@@ -349,6 +349,24 @@ def test_merged_into_quantized_weights(family, scheme, merged):
     assert torch.equal(logits_of(unloaded), got)
 
 
+@pytest.mark.parametrize("parameters", [(W2,), (W13, W2)])
+def test_a_model_with_merged_adapters_is_saved(parameters, tmp_path):
+    """Also where one weight of a layer had an adapter, and the other keeps its scheme."""
+    model = adapted(
+        parameters=parameters, prepare=lambda m: integration.quantize(m.float(), "nf4_w4a16:g32")
+    )
+    integration.merge_adapters(model, "int8_w8a16:channel")
+    with pytest.warns(UserWarning, match="already merged"):
+        model = model.merge_and_unload()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    whole = "int8_w8a16:channel" if len(parameters) == 2 else None
+    assert again.config.quantization_config.scheme == whole
+    for name in ("gate_up_proj", "down_proj"):
+        weights = [getattr(experts_of(m), name).detach().dequantize() for m in (again, model)]
+        assert torch.equal(*weights)
+
+
 def test_merged_adapters_are_not_taken_out():
     """PEFT would forget them before it fails to subtract them, and they would count twice."""
     model = adapted(prepare=lambda m: integration.quantize(m.float(), "nf4_w4a16:g32"))
