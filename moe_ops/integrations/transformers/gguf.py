@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import cached_file
 
@@ -32,18 +33,28 @@ _OF_THE_HUB = [
 
 
 def _files(path: Any, kwargs: dict[str, Any]) -> list[str]:
-    """The files that a call of `from_pretrained` names: those that are there, or on the Hub."""
+    """The files that a call of `from_pretrained` names: those in its folder, those that are there
+    by their name alone, or those on the Hub.
+    """
     hub = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
     parts = parts_of(os.fspath(kwargs["gguf_file"]))
-    return [part if os.path.isfile(part) else cached_file(path, part, **hub) for part in parts]
+    folder = os.path.join(path or "", kwargs.get("subfolder") or "")
+    found = [next(filter(os.path.isfile, (os.path.join(folder, p), p)), None) for p in parts]
+    return [f or cached_file(path, p, **hub) for f, p in zip(found, parts, strict=True)]
+
+
+def _config(files: GgufFiles, given: Any) -> PreTrainedConfig:
+    """The configuration that a call gives, itself or where it lies, else that of the files."""
+    if isinstance(given, str | os.PathLike):
+        return AutoConfig.from_pretrained(given)
+    return given if isinstance(given, PreTrainedConfig) else config_of(files)
 
 
 def load(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A model of transformers from a GGUF file, whose `from_pretrained` is ``original``."""
     checkpoint = Checkpoint(_files(path, kwargs))
     assert isinstance(checkpoint.files, GgufFiles)
-    if not isinstance(kwargs.get("config"), PreTrainedConfig):
-        kwargs["config"] = config_of(checkpoint.files)
+    kwargs["config"] = _config(checkpoint.files, kwargs.get("config"))
     given = copy.copy(kwargs["quantization_config"])
     state = name_tensors(checkpoint)
     given.gguf = checkpoint
@@ -59,5 +70,5 @@ def load(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[str
 def choose(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An auto class's `from_pretrained`: it takes the model's class from the configuration."""
     if not isinstance(kwargs.get("config"), PreTrainedConfig):
-        kwargs["config"] = config_of(GgufFiles(_files(path, kwargs)))
+        kwargs["config"] = _config(GgufFiles(_files(path, kwargs)), kwargs.get("config"))
     return original(cls, path, *args, **kwargs)

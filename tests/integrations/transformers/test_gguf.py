@@ -85,6 +85,26 @@ def test_the_path_may_be_given_by_its_name(plain, tmp_path):
         assert torch.equal(logits(model), logits(want))
 
 
+def test_the_file_is_that_of_the_folder(tmp_path, monkeypatch):
+    """Also where the folder of the process has one of that name."""
+    shutil.copy(FIXTURES / "mixtral-Q8_0" / "model.gguf", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert type(load(FIXTURES / "qwen3moe-Q4_0")) is transformers.Qwen3MoeForCausalLM
+    assert type(load(FIXTURES)) is transformers.MixtralForCausalLM
+    there = load(FIXTURES, subfolder="qwen3moe-Q4_0")
+    assert type(there) is transformers.Qwen3MoeForCausalLM
+
+
+def test_a_configuration_may_be_given_by_its_path(tmp_path):
+    config = load(FIXTURES / "qwen3moe-Q4_0").config
+    del config.quantization_config
+    config.rope_parameters["rope_theta"] = 7.0
+    config.save_pretrained(tmp_path)
+    for given in (config, str(tmp_path), tmp_path):
+        model = load(FIXTURES / "qwen3moe-Q4_0", config=given)
+        assert model.config.rope_parameters["rope_theta"] == 7.0
+
+
 @pytest.mark.parametrize("name", [*SCHEMES])
 def test_files_of_llama_cpp(name, tmp_path):
     expected = files.load_file(FIXTURES / name / "expected.safetensors")
