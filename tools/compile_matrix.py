@@ -195,6 +195,7 @@ def _adapted() -> Iterator[Call]:
         yield Call(qwen3, 64, scheme, rank=16)
     for rank in (8, 64, 128):
         yield Call(qwen3, 64, rank=rank, activation="relu2_no_mul", ids=torch.int64)
+    yield Call(SHAPES["mixtral"], 4096, rank=64)
     yield Call(SHAPES["odd"], 8, dtype=torch.float32, rank=3)
 
 

@@ -44,6 +44,7 @@ from moe_ops.ops.args import TokenAdapters
 
 BLOCK_W = 128  # wide columns of a step, or of a program; those that share a scale
 MOST_R = 64  # ranks of a program
+MOST_AT_ONCE = tl.constexpr(2048)  # elements of a tile, whose parts are loaded at once
 FEW_ROWS = 64  # of a block, up to which four warps hold a tile in registers
 
 
@@ -220,6 +221,21 @@ def moe_ops_adapters_narrow(
         current = tl.min(tl.where(adapter > current, adapter, n), 0)
 
 
+@triton.jit
+def sum_of_shares(ptrs, stride, mask, SHARES: tl.constexpr):
+    """Parts of sums, added in their order. Those of a large tile are loaded one after the other:
+    all of them at once take more registers than there are.
+    """
+    total = tl.zeros(ptrs.shape, tl.float32)
+    if ptrs.shape[0] * ptrs.shape[1] <= MOST_AT_ONCE:
+        for share in tl.static_range(SHARES):
+            total += tl.load(ptrs + share * stride, mask=mask, other=0.0)
+    else:
+        for share in tl.range(0, SHARES, num_stages=1):
+            total += tl.load(ptrs + share * stride, mask=mask, other=0.0)
+    return total
+
+
 @arguments
 class WidenByAdapter:
     y: Output  # (S, W), written at the blocks' positions, or added to at their pairs
@@ -303,11 +319,9 @@ def moe_ops_adapters_widen(
             total = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
         for t in tl.static_range(TILES):
             r = t * BLOCK_R + tl.arange(0, BLOCK_R)
-            u = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for share in tl.static_range(SHARES):
-                u_row = tl.cast(share, tl.int64) * S + place
-                u_mask = here[:, None] & (r < R)[None, :]
-                u += tl.load(u_ptr + u_row[:, None] * R + r[None, :], mask=u_mask, other=0.0)
+            u_ptrs = u_ptr + place[:, None] * R + r[None, :]
+            u_mask = here[:, None] & (r < R)[None, :]
+            u = sum_of_shares(u_ptrs, tl.cast(S, tl.int64) * R, u_mask, SHARES)
             matrix = tl.load(
                 matrix_ptr + matrix_row[None, :] * R + r[:, None],
                 mask=(r < R)[:, None] & w_ok[None, :],

@@ -205,11 +205,14 @@ def test_one_cuda_graph_for_all_mixtures(scheme):
 @everywhere
 @pytest.mark.parametrize("I", [128, 160], ids=["whole", "tail"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_columns_permuted_in_chunks(where, I, bits):  # noqa: E741
-    """Rows of h as mixed_gemm/sm90_wgmma.py has them, whose kernels the interpreter lacks."""
+@pytest.mark.parametrize(("block_m", "r"), [(8, 4), (64, 40)], ids=["few rows", "many rows"])
+def test_columns_permuted_in_chunks(where, I, bits, block_m, r):  # noqa: E741
+    """Rows of h as mixed_gemm/sm90_wgmma.py has them, whose kernels the interpreter lacks. Of many
+    rows the shares of a sum are loaded one after the other.
+    """
     wgmma = pytest.importorskip("tests.kernels.mixed_gemm.test_sm90_wgmma")
     device, dtype = where
-    n, E, K, r, M, top_k, chunk = 3, 2, 32, 4, 5, 2, 64
+    n, E, K, M, top_k, chunk = 3, 2, 32, 5, 2, 64
     g = torch.Generator().manual_seed(bits + I)
 
     def normal(*size):
@@ -219,7 +222,7 @@ def test_columns_permuted_in_chunks(where, I, bits):  # noqa: E741
     topk_ids = torch.randint(0, E, (M, top_k), generator=g).to(torch.int32).to(device)
     ids = torch.tensor([0, 2, -1, 1, 2], device=device)
     scales = torch.tensor([1.0, 0.5, 2.0], device=device)
-    gpu, S, block_m = launch.gpu(h.get_device()), M * top_k, 8
+    gpu, S = launch.gpu(h.get_device()), M * top_k
     index = torch.empty(4 * S + S, dtype=torch.int32, device=device)
     routing = route_pairs(index, topk_ids, None, E, S, False)
     columns = wgmma.chunks_of(I, chunk, bits).flatten().to(device)
