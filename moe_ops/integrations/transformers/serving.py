@@ -13,13 +13,16 @@ import copy
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
 from transformers.utils.import_utils import is_serve_available
 
 from moe_ops.backends import BACKENDS
+from moe_ops.integrations.checkpoints.files import quantization_config
 from moe_ops.integrations.transformers.attach import attach
 from moe_ops.integrations.transformers.config import MoeOpsConfig
 from moe_ops.integrations.transformers.routers import fuse_routers
@@ -51,6 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
         help="of all expert calls",
     )
     add("--gpu-memory", help='experts in host memory, e.g. "12GiB" or "auto" (docs/residency.md)')
+    add("--tokenizer", help="folder or name; by default that of the model or of the GGUF file")
     add("--no-fused-routers", action="store_true", help="leave routers to transformers")
     add("--no-continuous-batching", action="store_true", help="one request after the other")
     add("--no-cuda-graphs", action="store_true", help="run each step eagerly")
@@ -96,6 +100,23 @@ def server_options(given: argparse.Namespace, rest: Sequence[str]) -> list[str]:
             graphs = "no-" if given.no_cuda_graphs else ""
             options.append(f"--{graphs}cb-use-cuda-graph")
     return [*options, "--", given.model]  # whose name may begin as an option does
+
+
+def loading_config(given: argparse.Namespace) -> MoeOpsConfig | None:
+    """The quantization_config of `from_pretrained`; None for a plain checkpoint that stays plain.
+
+    Experts that somebody quantized are read by moe_ops and stay packed. transformers would want
+    the library that quantized them, decode them, or leave them random.
+    """
+    name = given.model
+    if given.scheme is None and given.gpu_memory is None and not name.endswith(".gguf"):
+        revision = None
+        if not os.path.exists(name):  # of the Hub: "org/model@revision"
+            name, _, revision = name.partition("@")
+        file = cached_file(name, "config.json", revision=revision or None)
+        if not quantization_config(Path(file).parent)[0]:
+            return None
+    return MoeOpsConfig(given.scheme, given.backend, gpu_memory=given.gpu_memory)
 
 
 def prepare(model: Any, given: argparse.Namespace) -> None:
@@ -167,10 +188,13 @@ def launch(given: argparse.Namespace, rest: Sequence[str]) -> Any:
             super().__init__(*args, **kwargs)
 
         def get_quantization_config(self) -> Any:
-            gguf_file = utils.split_model_id(given.model)[1]  # whose experts stay packed
-            if given.scheme is None and given.gpu_memory is None and gguf_file is None:
-                return None
-            return MoeOpsConfig(given.scheme, given.backend, gpu_memory=given.gpu_memory)
+            return loading_config(given)
+
+        def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
+            if given.tokenizer is None:
+                return super()._load_processor(*args, **kwargs)
+            trusted = self.trust_remote_code
+            return AutoTokenizer.from_pretrained(given.tokenizer, trust_remote_code=trusted)
 
         def _load_model(
             self, name: str, *args: Any, gguf_file: str | None = None, **kwargs: Any

@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn", reason="needs transformers[serving]")
 
 from transformers.cli.serving import model_manager, utils
 
+import moe_ops.integrations.transformers as moe_transformers
 from moe_ops.integrations.transformers import serving
 from tests.support.paths import ROOT
 
@@ -37,12 +38,13 @@ SIZES = {
 PROMPTS = ("hello world", "a", "experts of a mixture")
 
 
-def save_tokenizer(folder):
-    """Bytes, and turns as Qwen marks them, which the server parses answers by."""
+def save_tokenizer(folder, letters=""):
+    """Bytes, or letters, and turns as Qwen marks them, which the server parses answers by."""
     tokenizers = pytest.importorskip("tokenizers")
-    bytes_of = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bytes_of = letters or sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {text: i for i, text in enumerate([*bytes_of, "<pad>"])}
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    bpe = tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<pad>")
+    model = tokenizers.Tokenizer(bpe)
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>")
@@ -197,6 +199,54 @@ def test_gguf_files_are_served(monkeypatch, name):
         while not server.server.started:
             assert server._thread.is_alive()
         server.kill_server()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", [True, False])
+def test_a_gguf_file_answers_by_a_tokenizer_of_its_own(batching, tmp_path):
+    tokenizer = save_tokenizer(tmp_path, letters="abcdefghijklmnopqrstuvwxyz")
+    folder, name = ROOT / "tests/fixtures/gguf_models", "olmoe.gguf"
+    more = ["--tokenizer", str(tmp_path), "--no-warmup"]
+    more += [] if batching else ["--no-continuous-batching"]
+    given, rest = serving.parse(options(f"{folder}:{name}", *more))
+    server = serving.launch(given, rest)
+    try:
+        while not server.server.started:
+            assert server._thread.is_alive()
+        found = answer(server.server.config.port, given.model, "hello")
+    finally:
+        server.kill_server()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=name,
+        quantization_config=moe_transformers.MoeOpsConfig(),
+        dtype=torch.float32,
+    )
+    turns = [{"role": "user", "content": "hello"}]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")
+    out = model.generate(**ids, do_sample=False, max_new_tokens=8)[0, ids.input_ids.shape[1] :]
+    assert found and found == tokenizer.decode(out, skip_special_tokens=True)
+
+
+def test_experts_that_are_quantized_stay_so(folder, tmp_path):
+    """transformers' own loaders leave some of them random, and want libraries for others."""
+
+    def config(model: str, *more: str) -> serving.MoeOpsConfig | None:
+        return serving.loading_config(serving.parse([model, *more])[0])
+
+    assert config(folder) is None
+    assert config(folder, "--scheme", "nf4").scheme == "nf4_w4a16:g64"
+    assert config(folder, "--gpu-memory", "1GiB").gpu_memory == 2**30
+    assert config("org/model:Q4_K_M.gguf", "--backend", "torch").backend == "torch"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    moe_transformers.quantize(model, "nf4")
+    moe_transformers.save_bitsandbytes(model, tmp_path)
+    assert config(str(tmp_path)).scheme is None
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config(str(tmp_path))
+    )
+    experts = [m.model.layers[0].mlp.experts.down_proj for m in (model, again)]
+    assert torch.equal(experts[0].dequantize(), experts[1].dequantize())
 
 
 def test_batches_sample_alike_and_other_requests_as_the_model_says():
