@@ -298,8 +298,9 @@ def refuse(func: Any, cls: type, writes: bool) -> NoReturn:
     if writes:
         remedy = (
             "merge adapters into plain weights, and quantize the result: "
-            "moe_ops.quantize(weight.dequantize() + change, weight.scheme); weights that are "
-            "quantized alike are written by copy_"
+            "moe_ops.quantize(weight.dequantize() + change, weight.scheme), or those of PEFT by "
+            "moe_ops.integrations.transformers.merge_adapters(model); weights that are quantized "
+            "alike are written by copy_"
         )
     name = func if isinstance(func, torch._ops.OpOverload) else func.__name__
     raise NotImplementedError(f"{name} has no meaning for a quantized {cls.__name__}; {remedy}")

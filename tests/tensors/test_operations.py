@@ -396,7 +396,7 @@ def test_changes_in_place_say_how_to_change_a_weight():
     """Adapters are merged so."""
     q = make("fp8_block")
     for change in (lambda: q.add_(1), lambda: q.zero_(), lambda: q.data.add_(sample(E, N, K))):
-        with pytest.raises(NotImplementedError, match="merge adapters into plain weights.*"):
+        with pytest.raises(NotImplementedError, match="into plain weights.*merge_adapters"):
             change()
     same_values = q.dequantize()
     assert q.copy_(same_values) is q
