@@ -55,7 +55,11 @@ def _products(codes: Tensor, above: Tensor, desc: QuantDesc) -> Tensor:
 def _coded(numbers: Tensor, desc: QuantDesc) -> tuple[Tensor, Tensor]:
     """(int8 codes, fp16 scales of 256 columns) of fp32 numbers (..., N, groups)."""
     numbers = numbers.unflatten(-1, (-1, SUPER_BLOCK // desc.group.cols))
-    above = (numbers.abs().amax(-1, keepdim=True) / _LARGEST_CODE).to(torch.float16)
+    largest = numbers.abs().amax(-1, keepdim=True)
+    above = (largest / _LARGEST_CODE).to(torch.float16)
+    # Subnormal numbers of fp16 are far apart: the nearest may be too small for any code, or 0.
+    too_small = largest > (_LARGEST_CODE + 0.5) * above.to(torch.float32)
+    above = torch.where(too_small, (above.view(torch.int16) + 1).view(torch.float16), above)
     codes = torch.round(numbers / torch.where(above == 0, torch.inf, above.to(torch.float32)))
     codes = codes.clamp(-_LARGEST_CODE, _LARGEST_CODE).to(torch.int8)
     return codes.flatten(-2), above.squeeze(-1)

@@ -87,6 +87,19 @@ def test_error_and_bits_of_gaussian_weights(scheme):
 
 
 @two_levels
+def test_scales_below_the_normal_numbers_of_fp16(scheme):
+    """Few multiples of 2^-24 for 256 columns cost little: no code of a scale is cut off."""
+    weight = gaussian(2, 64, 1024)
+    _, scales = quantize_weight(weight, scheme)
+    of_scales = scales.channel_scale[..., :: 1 + get_scheme(scheme).weight.minimum].float()
+    for multiple in (0.4, 1.4, 3.3):
+        small = weight * (multiple * 2.0**-24 / of_scales.max())
+        qdata, found = quantize_weight(small, scheme)
+        values = dequantize_weight(qdata, scheme, *found)
+        assert oracle.relative_error(values, small) <= FOUND[scheme][0] + 0.02
+
+
+@two_levels
 def test_elements_are_the_nearest_beside_their_scales(scheme):
     """Which other element of its group could be nearer? None, whatever the scales are."""
     weight = gaussian(3, 512) * torch.exp(gaussian(3, 512, seed=1))
