@@ -30,6 +30,8 @@ _OF_THE_HUB = [
     "subfolder",
     "token",
 ]
+# what transformers itself takes out of a call for the model's configuration
+_OF_THE_MODEL = ("dtype", "torch_dtype", "attn_implementation", "experts_implementation")
 
 
 def _files(path: Any, kwargs: dict[str, Any]) -> list[str]:
@@ -43,18 +45,25 @@ def _files(path: Any, kwargs: dict[str, Any]) -> list[str]:
     return [f or cached_file(path, p, **hub) for f, p in zip(found, parts, strict=True)]
 
 
-def _config(files: GgufFiles, given: Any) -> PreTrainedConfig:
-    """The configuration that a call gives, itself or where it lies, else that of the files."""
-    if isinstance(given, str | os.PathLike):
-        return AutoConfig.from_pretrained(given)
-    return given if isinstance(given, PreTrainedConfig) else config_of(files)
+def _config(files: GgufFiles, kwargs: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration that a call gives, itself or where it lies, else that of the files, in
+    which a call may change fields, as `use_cache=False` does; takes these out of ``kwargs``.
+    """
+    given = kwargs.pop("config", None)
+    if isinstance(given, PreTrainedConfig):
+        return given
+    named = isinstance(given, str | os.PathLike)
+    config = AutoConfig.from_pretrained(given) if named else config_of(files)
+    for name in [n for n in kwargs if n not in _OF_THE_MODEL and hasattr(config, n)]:
+        setattr(config, name, kwargs.pop(name))
+    return config
 
 
 def load(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A model of transformers from a GGUF file, whose `from_pretrained` is ``original``."""
     checkpoint = Checkpoint(_files(path, kwargs))
     assert isinstance(checkpoint.files, GgufFiles)
-    kwargs["config"] = _config(checkpoint.files, kwargs.get("config"))
+    kwargs["config"] = _config(checkpoint.files, kwargs)
     given = copy.copy(kwargs["quantization_config"])
     state = name_tensors(checkpoint)
     given.gguf = checkpoint
@@ -70,5 +79,5 @@ def load(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[str
 def choose(original: Callable, cls: type, path: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An auto class's `from_pretrained`: it takes the model's class from the configuration."""
     if not isinstance(kwargs.get("config"), PreTrainedConfig):
-        kwargs["config"] = _config(GgufFiles(_files(path, kwargs)), kwargs.get("config"))
+        kwargs["config"] = _config(GgufFiles(_files(path, kwargs)), kwargs)
     return original(cls, path, *args, **kwargs)

@@ -105,6 +105,15 @@ def test_a_configuration_may_be_given_by_its_path(tmp_path):
         assert model.config.rope_parameters["rope_theta"] == 7.0
 
 
+def test_fields_of_the_configuration_may_be_given():
+    options = {"gguf_file": "model.gguf", "quantization_config": MoeOpsConfig()}
+    for of in (transformers.AutoModelForCausalLM, transformers.Qwen3MoeForCausalLM):
+        model = of.from_pretrained(
+            FIXTURES / "qwen3moe-Q4_0", use_cache=False, dtype="float32", **options
+        )
+        assert model.config.use_cache is False and model.dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", [*SCHEMES])
 def test_files_of_llama_cpp(name, tmp_path):
     expected = files.load_file(FIXTURES / name / "expected.safetensors")
