@@ -77,6 +77,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
             parser.error(f"{name} needs a --temperature above 0: without, decoding is greedy")
     if given.no_continuous_batching and given.temperature:
         parser.error("--temperature is of batched requests: without batching, each has its own")
+    try:  # before anything is downloaded
+        MoeOpsConfig(given.scheme, given.backend, gpu_memory=given.gpu_memory)
+    except ValueError as error:
+        parser.error(str(error))
     if given.cb_max_batch_tokens is None and torch.cuda.is_available():
         given.cb_max_batch_tokens = _BATCH_TOKENS
     for name, ours in (("--quantization", "--scheme"), ("--continuous-batching", "it is on")):

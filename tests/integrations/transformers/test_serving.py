@@ -297,6 +297,8 @@ def test_options_of_the_server_are_passed_on(monkeypatch):
         (["m", "--quantization=x"], "--quantization is not taken here: --scheme"),
         (["--port", "1", "m"], "the model must come before --port, got '1' after it"),
         (["FILE.gguf"], "the model of a GGUF file is FOLDER:FILE, here .:FILE.gguf"),
+        (["m", "--scheme", "int3"], "scheme must be one of moe_ops.schemes.SCHEMES, got 'int3'"),
+        (["m", "--gpu-memory", "12 apples"], "gpu_memory must be"),
         (["m", "--backend", "cublas"], "invalid choice: 'cublas'"),
     ],
 )
