@@ -44,6 +44,9 @@ SCHEMES = (
     *("int4_w4a16:g128", "int4_w4a16:g64", "int4_w4a16:g128:zp", "int4_w4a16:g64:zp"),
     *("int4_w4a16:g32", "int4_w4a16:g32:zp"),
     *("mxfp4_w4a16", "nvfp4_w4a16"),
+    # of GGUF's types Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL and Q8_0, and bitsandbytes' two
+    *("int4_w4a16:g32:super:min", "int5_w5a16:g32:super:min", "int6_w6a16:g16:super"),
+    *("iq4_w4a16:g32:super", "iq4_w4a16:g32", "int8_w8a16:g32", "nf4_w4a16:g64", "fp4_w4a16:g64"),
 )
 TOKENS = (1, 8, 32, 64, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf")

@@ -325,7 +325,7 @@ FUSED = {
     ),
     "misspelt activation": (
         {"activation": "Sillu"},
-        "relu2_no_mul, got 'Sillu'; did you mean 'silu'?",
+        "relu2_no_mul, got 'Sillu'; did you mean 'silu' or 'situ'?",
     ),
     "backend": (
         {"backend": "vllm"},
