@@ -319,9 +319,12 @@ def _weight(
     if call.layout == DEEP_GEMM_UE8M0:
         words = (E, -(-columns // desc.group.cols // 4), rows)
         return data, {"scale": _empty(*words, dtype=torch.int32)}
+    of_scale = torch.uint8 if desc.is_mx else desc.scale_dtype or call.dtype
+    of_zero = torch.int8 if desc.dtype == "int8" else torch.uint8
     dtypes = {
-        "scale": torch.uint8 if desc.is_mx else desc.scale_dtype or call.dtype,
-        "zero_point": torch.int8 if desc.dtype == "int8" else torch.uint8,
+        "scale": of_scale,
+        "zero_point": of_scale if desc.minimum else of_zero,
+        "channel_scale": torch.float16 if desc.two_levels else torch.float32,
     }
     shapes = scheme.scale_shapes(E, rows, columns, call.layout, global_rows=global_rows)
     return data, {
@@ -378,6 +381,10 @@ def refused(call: AnyCall, arch: Arch) -> list[str]:
         fits = isinstance(arch, int) and arch >= 90
         return [] if fits else ["torch's grouped product needs compute capability 9.0"]
     machine, backend = machine_of(arch, call.backend), backends.named(call.backend)
+    for name, columns in zip(schemes_of_layer(call.scheme), call.shape[2:], strict=True):
+        scheme = get_scheme(name)
+        if scheme.weight is not None and (reason := scheme.why_not_shape(128, columns)):
+            return [reason]
     if call.arrives and call.scheme not in backend.takes.quantized_input:
         return ["takes no input that arrives quantized"]
     return backend.supports(problem_of(call), machine)
