@@ -96,7 +96,11 @@ def content_at(name: str, content: bytes, folder: Path) -> bytes:
         return content
     try:
         paths = json.loads(content)["child_paths"]
-        outside = [name for name in paths.values() if os.path.basename(name) != name]
+        outside = [
+            name
+            for name in paths.values()
+            if os.path.basename(name) != name or name in ("", ".", "..")
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"its member {name!r} is no list of files") from error
     if outside:

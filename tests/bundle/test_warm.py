@@ -203,6 +203,7 @@ def test_damaged_bundles_leave_the_folders_alone(bundle, folders):
     [
         b'{"child_paths": {"f.cubin": "/tmp/f.cubin"}}',
         b'{"child_paths": {"f.cubin": "../f.cubin"}}',
+        b'{"child_paths": {"f.cubin": ".."}}',
         b'{"child_paths": [1]}',
         b"no list",
     ],
