@@ -12,6 +12,7 @@ import argparse
 import copy
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,11 @@ def try_batching(batches: Any, model: Any) -> None:
     """
     first = next(i for i in (model.config.get_text_config().bos_token_id, 0) if i is not None)
     name = batches.add_request([first], max_new_tokens=2)
-    result = batches.get_result(name, timeout=_PATIENCE)
+    end = time.monotonic() + _PATIENCE
+    # a request that comes while the thread fails may be lost, and has no result then
+    while (result := batches.get_result(name, timeout=1.0)) is None:
+        if not batches.is_running() or time.monotonic() > end:
+            break
     error = batches.background_thread_status.fatal_error
     reason = error if result is None else result.error
     if result is None or reason:

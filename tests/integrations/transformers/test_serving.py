@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -247,6 +248,24 @@ def test_experts_that_are_quantized_stay_so(folder, tmp_path):
     )
     experts = [m.model.layers[0].mlp.experts.down_proj for m in (model, again)]
     assert torch.equal(experts[0].dequantize(), experts[1].dequantize())
+
+
+def test_a_request_that_is_lost_is_not_waited_for():
+    """Where the thread of batches fails while it comes."""
+    status = SimpleNamespace(fatal_error=None)
+
+    def get_result(name, timeout):
+        status.fatal_error = ValueError("no such attention")  # the thread is not alive by then
+
+    batches = SimpleNamespace(
+        add_request=lambda *_, **__: None,
+        get_result=get_result,
+        is_running=lambda: status.fatal_error is None,
+        background_thread_status=status,
+    )
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, num_experts=8))
+    with pytest.raises(RuntimeError, match="no such attention. Give --no-continuous-batching"):
+        serving.try_batching(batches, model)
 
 
 def test_batches_sample_alike_and_other_requests_as_the_model_says():
