@@ -341,3 +341,13 @@ def _is_for_users(record: logging.LogRecord) -> bool:
     classes = record.args if isinstance(record.args, tuple) else ()
     by_torchao = any([getattr(c, "__module__", "").startswith("torchao.") for c in classes])
     return not (deprecated and by_torchao)
+
+
+def available_host_memory() -> int | None:
+    """Bytes that the system can give without swapping; None where it does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -59,27 +58,17 @@ def check_memory(shape: Shape, schemes: Sequence[str], device: torch.device) -> 
             # quantized, and what quantizing some experts at a time takes
             bytes_needed += shape.weights * get_scheme(scheme).quantized_weight.format.bits / 8
     bytes_needed = 1.15 * bytes_needed + (3 << 30 if device.type == "cuda" else 1 << 29)
+    free: int | None = None
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-    elif device.type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = _free_cpu_memory()
-    else:
-        return
-    if bytes_needed > free:
+    elif device.type == "cpu":
+        free = environment.available_host_memory()
+    if free is not None and bytes_needed > free:
         raise ValueError(
             f"the weights of {shape} need {bytes_needed / 2**30:.1f} GiB, and {device} has "
             f"{free / 2**30:.1f} GiB free; give fewer --schemes, or a shape E,top_k,K,I with "
             "fewer experts"
         )
-
-
-def _free_cpu_memory() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # what can be had includes caches of files
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure(

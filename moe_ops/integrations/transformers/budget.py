@@ -9,12 +9,12 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from moe_ops import environment
 from moe_ops.integrations.transformers.layers import Layer
 from moe_ops.integrations.transformers.sizes import size_text
 
@@ -24,7 +24,6 @@ _ACTIVATIONS = 2**30  # bytes that AUTO leaves for activations and workspaces at
 _ACTIVATIONS_SHARE = 16  # and at least this part of the GPU
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Budget:
         if self.device.type == "cpu":
             needed += self.bank_bytes
             what += f" and {size_text(self.bank_bytes)} for slots, which a CPU has there too"
-        available = available_host_memory()
+        available = environment.available_host_memory()
         if available is not None and needed > available:
             raise ValueError(
                 f"host memory must have room for {size_text(needed)}, {what}, got "
@@ -208,15 +207,6 @@ def slots(layers: Sequence[Demand], rest: int, gpu_memory: int) -> tuple[int, ..
         layer.top_k + min(layer.num_experts - layer.top_k, share // layer.slot_bytes)
         for layer in layers
     )
-
-
-def available_host_memory() -> int | None:
-    """Bytes that the system can give without swapping; None where it does not say."""
-    try:
-        match = re.search(r"^MemAvailable:\s*(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) * 1024 if match else None
 
 
 @dataclass(frozen=True)

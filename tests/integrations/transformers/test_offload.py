@@ -536,7 +536,7 @@ def test_too_little_host_memory_is_said_before_a_byte_is_read(tmp_path, monkeypa
     slots = sum(demand.top_k * demand.slot_bytes for demand in sizes)
     need = total + sum(b.nbytes for b in plain.buffers()) + sizes[0].bytes + slots
     read = []
-    monkeypatch.setattr(budget, "available_host_memory", lambda: need - 1000)
+    monkeypatch.setattr(budget.environment, "available_host_memory", lambda: need - 1000)
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.safe_open", lambda *a, **k: read.append(a))
         patch.setattr(
@@ -546,12 +546,12 @@ def test_too_little_host_memory_is_said_before_a_byte_is_read(tmp_path, monkeypa
         with pytest.raises(ValueError, match=r"host memory must have room .* 1 kB are missing"):
             from_pretrained(tmp_path, size)
     assert not read
-    monkeypatch.setattr(budget, "available_host_memory", lambda: need)
+    monkeypatch.setattr(budget.environment, "available_host_memory", lambda: need)
     model = from_pretrained(tmp_path, size)
-    monkeypatch.setattr(budget, "available_host_memory", lambda: 1000)
+    monkeypatch.setattr(budget.environment, "available_host_memory", lambda: 1000)
     with pytest.raises(ValueError, match="for one layer that is moved"):
         integration.offload(plain, size, device="cpu")
-    monkeypatch.setattr(budget, "available_host_memory", lambda: None)  # not a Linux
+    monkeypatch.setattr(budget.environment, "available_host_memory", lambda: None)  # not a Linux
     assert torch.equal(logits(model), logits(from_pretrained(tmp_path, size)))
 
 
