@@ -85,7 +85,7 @@ def test_weights_of_all_schemes_are_quantized_in_parts(modules, monkeypatch):
 
     cases, _ = modules
     monkeypatch.setattr(layers, "_CHUNK_BYTES", 1)
-    plain = torch.randn(3, 256, 128, dtype=torch.bfloat16)
+    plain = torch.randn(3, 128, 256, dtype=torch.bfloat16)
     for scheme in filter(None, cases.SCHEMES):
         scale = 0.5 if scheme.endswith("_static") else None
         parts = layers.quantized(plain, scheme, scale)
