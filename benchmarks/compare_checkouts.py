@@ -9,8 +9,9 @@ on the same GPU.
 
 Each checkout runs in a process of its own, with its own benchmarks/: both build a cell of
 benchmarks/experts.py (implementation "moe_ops"), capture it in a CUDA graph and then replay it in
-turn, so that clocks and neighbours harm both alike. Two cells are no layers: `router` is
-`route_tokens` on hidden states, `training` a step of benchmarks/training.py, called and not
+turn, so that clocks and neighbours harm both alike. Some cells are no layers: `router`
+is `route_tokens` on hidden states; `training`, `lora` and `qlora_int4` are steps of
+benchmarks/training.py (of the experts, of adapters, of adapters over int4 weights), called and not
 replayed. With several GPUs, shapes are shared out among them. Printed for each cell: both medians
 and their ratio, and how far the results differ; at the end the cells whose ratio is over --limit.
 FILE gets a row a cell; cells that it holds are skipped.
@@ -50,8 +51,9 @@ TABLE = {  # shape -> schemes with all numbers of tokens, schemes with those of 
     "scout": (("bf16",), ()),
     "e64": (("bf16", "fp8_block"), ()),
 }
-PARTS = ("router", "training")  # asked for by name
-PART_TOKENS = {"router": DECODE_TOKENS, "training": (4096,)}
+STEPS = ("training", "lora", "qlora_int4")
+PARTS = ("router", *STEPS)  # asked for by name
+PART_TOKENS = {"router": DECODE_TOKENS, **dict.fromkeys(STEPS, (4096,))}
 
 
 class Side(NamedTuple):
@@ -127,8 +129,8 @@ def worker(folder: str) -> None:
         """Build a cell; its last result goes to a file."""
         for name in ("run", "last", "outputs", "call"):
             kept.pop(name, None)
-        if scheme == "training":
-            run = _training_step(shape, tokens)
+        if scheme in STEPS:
+            run = _training_step(shape, tokens, "full" if scheme == "training" else scheme)
             for _ in range(3):
                 last, sets = run(), 1
         else:
@@ -142,7 +144,7 @@ def worker(folder: str) -> None:
             # a graph holds none of its inputs: other tensors would get their memory
             kept.update(outputs=outputs, call=call)
         torch.cuda.synchronize()
-        kept.update(run=run, last=last, waits=scheme == "training")
+        kept.update(run=run, last=last, waits=scheme in STEPS)
         torch.save(last, file)
         return {"sets": sets, "sum": _digest(last), "check": checksum()}
 
@@ -228,13 +230,13 @@ def _router(shape: str, _: str, tokens: int) -> tuple[Callable[[int], Any], int]
     return lambda which: moe_ops.route_tokens(x[which], weight, one.top_k)[1], count
 
 
-def _training_step(shape: str, tokens: int) -> Callable[[], Any]:
-    """Forward and backward pass of a layer whose experts train; gives the tokens' gradient."""
+def _training_step(shape: str, tokens: int, trains: str) -> Callable[[], Any]:
+    """Forward and backward pass of a layer; gives the tokens' gradient."""
     import torch
-    from training_cases import Case, gradients, make_inputs
+    from training_cases import ADAPTED, Case, gradients, make_inputs
     from training_peers import IMPLEMENTATIONS
 
-    case = Case(shape, "full", tokens)
+    case = Case(shape, trains, tokens, ADAPTED.get(trains, ""))
     with torch.enable_grad():
         inputs = make_inputs(case, torch.device("cuda"))
         step = IMPLEMENTATIONS["moe_ops"](case, inputs)
