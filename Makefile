@@ -9,7 +9,7 @@ STAMP := $(VENV)/.moe_ops_dev
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
 EXAMPLES ?= 20000
-PART ?= $(shell echo $$(($$(date +%s) / 86400 % 14)))
+PART ?= $(shell echo $$(($$(date +%s) / 86400 % 20)))
 SEED ?= 0
 
 .PHONY: venv demo check test test-all fuzz fuzz-sanitized native native-check docs tree compile-matrix test-gpu sanitize-cuda \
@@ -52,8 +52,8 @@ check: venv
 	$(MAKE) --no-print-directory lint && $(PYTEST) -m 'not slow and not gpu' tests && \
 	echo "make check took $$(($$(date +%s) - start)) s"
 
-# All tests that run without a GPU, with a fourteenth of the cases of those that run over many:
-# another fourteenth each day, or PART=0 to 13. Nine minutes on two cores.
+# All tests that run without a GPU, with a twentieth of the cases of those that run over many:
+# another twentieth each day, or PART=0 to 19. Under fifteen minutes on two cores.
 test: venv
 	$(PYTEST) --part $(PART) tests
 

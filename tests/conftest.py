@@ -5,8 +5,8 @@ those that take longer, and every case of a sweep but the first. In the folders 
 parametrized function is one, and of those in `EVERY_SCHEME` also the first of each scheme on each
 backend runs; elsewhere the mark `sweep` says so. `gpu` need a CUDA device.
 
-`make test-all` runs them all. `make test` runs a fourteenth of the cases that sweeps have beside
-their first, by `--part`, which follows the day: two weeks run every case.
+`make test-all` runs them all. `make test` runs a twentieth of the cases that sweeps have beside
+their first, by `--part`, which follows the day: twenty days run every case.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HERE = Path(__file__).parent
 # folders whose tests run over many cases that differ in sizes and options alone
 SWEEPS = ("autograd", "backends", "kernels", "matrix", "numerics")
 EVERY_SCHEME = Path("matrix/test_values.py")
-PARTS = 14  # of the cases of sweeps
+PARTS = 20  # of the cases of sweeps
 # Of processor time, which a busy machine disturbs little. What a test imports first counts, too.
 MOST_SECONDS = 8.0
 
