@@ -229,7 +229,7 @@ def test_their_names_say_all_to_other_processes(tmp_path, monkeypatch):
     args = mine()
     torch.save(args[1], tmp_path / "w13")
     tensors, metadata = moe_ops.tensors.flatten({"w13": args[1]})
-    monkeypatch.setattr(schemes, "_spelled_out", {})
+    monkeypatch.setattr(schemes.names, "_spelled_out", {})
     copies = [
         torch.load(tmp_path / "w13", weights_only=True),
         moe_ops.tensors.unflatten(tensors, metadata)["w13"],
