@@ -1,16 +1,17 @@
-"""Kernels under compute-sanitizer, at small sizes: the CUDA kernels of moe_ops/csrc, or the Triton
-kernels of training steps.
+"""Kernels under compute-sanitizer, at small sizes: the CUDA kernels of moe_ops/csrc, the Triton
+kernels of training steps, or those that bring experts from host memory.
 
-    python tools/sanitize_kernels.py [--calls cutlass training] [--tools memcheck racecheck]
+    python tools/sanitize_kernels.py [--calls training] [--tools memcheck racecheck]
                                           [--leave-out NAME] [--timeout 120] [--together]
                                           [--write]
 
 `cutlass`: every scheme and dtype that backend `cutlass` takes on this GPU is run, on few and on
 many tokens, with an expert that no token picks, and on batches; results are compared with backend
-`torch`. `training`: the steps of sanitize_steps.py, compared with plain torch. A kernel of the
-GPU's object, or of a training step, that none of these calls launches is an error, so that a new
-one is not forgotten. Each tool is a run of its own, after one without any, which compiles Triton's
-kernels; with --together the runs of all tools share the GPU.
+`torch`. `training`: the steps of sanitize_steps.py, compared with plain torch. `residency`: the
+calls of sanitize_residency.py, compared with layers whose experts are all on the GPU. A kernel
+that none of these calls launches is an error, so that a new one is not forgotten. Each tool is a
+run of its own, after one without any, which compiles Triton's kernels; with --together the runs of
+all tools share the GPU.
 
 memcheck and initcheck look at all kernels, each tensor in an allocation of its own: initcheck has
 to see what Triton's kernels write for CUTLASS's. racecheck and synccheck look at CUTLASS's alone.
@@ -25,7 +26,8 @@ Tests poison these buffers with NaN instead.
 compute-sanitizer is the one that COMPUTE_SANITIZER names, that is on PATH, or that the package
 nvidia-cuda-sanitizer-api brings. --write keeps what was found in benchmarks/results, in
 sanitizer_<GPU>.json, beside what other tools found of the same object, or in
-sanitizer_training_<GPU>.json. Exits with 1 where a tool found anything.
+sanitizer_training_<GPU>.json and sanitizer_residency_<GPU>.json. Exits with 1 where a tool found
+anything.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from harness import RESULTS, format_table, machine_facts, relative_error, versions, write_json
+from sanitize_residency import run_residency
 from sanitize_steps import run_steps
 
 import moe_ops
@@ -70,8 +73,10 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OF_OURS = {
     "cutlass": ("racecheck", "synccheck"),
     "training": ("memcheck", "racecheck", "synccheck"),
+    "residency": ("memcheck", "racecheck", "synccheck"),
 }
-OURS = {"cutlass": "cutlass", "training": "moe_ops_train"}
+OURS = {"cutlass": "cutlass", "training": "moe_ops_train", "residency": "_experts"}
+RUN = {"training": run_steps, "residency": run_residency}
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard).*")
 FOUND = 9  # the exit code of a tool that found anything
 E, TOP_K, K, I = 5, 2, 256, 256
@@ -309,10 +314,7 @@ def clean(result: dict[str, Any]) -> bool:
 
 def worker(calls: str, compared: bool) -> int:
     """Run the calls in this process, and print what they launched."""
-    if calls == "training":
-        report = Report(*run_steps("cuda", compared=compared))
-    else:
-        report = run_calls("cuda")
+    report = Report(*RUN[calls]("cuda", compared=compared)) if calls in RUN else run_calls("cuda")
     torch.cuda.synchronize()
     wrong = report.wrong
     if calls == "cutlass":
@@ -346,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if arguments.worker:
         return worker(calls, not arguments.uncompared)
-    tools = arguments.tools or (OF_OURS[calls] if calls == "training" else TOOLS)
+    tools = arguments.tools or (OF_OURS[calls] if calls in RUN else TOOLS)
     command = compute_sanitizer()
     said = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
     found = re.search(r"Version ([\d.]+)", said)

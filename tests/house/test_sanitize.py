@@ -80,6 +80,20 @@ def test_steps_launch_every_kernel_of_training(sanitize, monkeypatch):
     assert "moe_ops_train_widen is never launched" in wrong
 
 
+def test_calls_with_experts_in_host_memory(sanitize, monkeypatch):
+    import sanitize_residency
+
+    monkeypatch.setattr(sanitize_residency, "SCHEMES", ("", "int4_w4a16:g32:zp"))
+    report = sanitize.Report(*sanitize_residency.run_residency("cpu"))
+    assert len(report.calls) == 2 * len(sanitize_residency.CALLS)
+    assert report.wrong == [  # kernels of GPUs
+        f"{name} is never launched" for name in sorted(sanitize_residency.KERNELS)
+    ]
+    monkeypatch.setattr(sanitize_residency, "_layer", lambda *args: torch.randn(2))
+    report = sanitize.Report(*sanitize_residency.run_residency("cpu"))
+    assert "plain M=40 prompt: other bits than with all experts on the device" in report.wrong
+
+
 def test_kernels_are_read_from_an_object(sanitize, tmp_path):
     path = tmp_path / "object.so"
     names = b"\0moe_ops_sm90_fp8_bf16_run\0moe_ops_sm90_fp8_f16_run\0moe_ops_cutlass_abi\0"
