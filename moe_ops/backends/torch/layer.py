@@ -56,6 +56,9 @@ ACTIVATIONS = {  # enum Activation of csrc/cpu/activation.inc
     "swigluoai_uninterleave": 0,
     "gelu_tanh": 1,
     "swiglustep": 2,
+    "relu2": 3,
+    "situ": 4,
+    "powlu": 5,
 }
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _TWO_LEVELS = 3  # such a type of scales

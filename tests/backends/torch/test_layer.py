@@ -225,6 +225,8 @@ def test_every_number_of_rows(native, count):
     [
         *layer.ACTIVATIONS,
         moe_ops.Activation("silu", limit=0.5),
+        moe_ops.Activation("situ", beta=0.8, limit=0.7),
+        moe_ops.Activation("powlu", alpha=1.5, limit=0.6),
     ],
     ids=str,
 )
@@ -240,6 +242,27 @@ def test_activations_and_biases(native, activation, bias):
         reference = expected(x, exact13, exact2, router, ids, activation, b13, b2)
         assert error(out, reference) < TOLERANCE
     assert native
+
+
+@pytest.mark.parametrize(
+    "activation", [*layer.ACTIVATIONS, moe_ops.Activation("situ", limit=math.inf)], ids=str
+)
+def test_gates_of_every_size(native, activation):
+    """Each output is the activation of one gate and one up column."""
+    sizes = torch.logspace(-30, 2, 97)
+    g, u = torch.cat((sizes, -sizes, torch.zeros(1))), torch.tensor([-30.0, -1e-3, 0.2, 9.0])
+    x = torch.stack((g[:, None].expand(-1, 4), u.expand(len(g), -1)), -1).reshape(-1, 8).to(BF16)
+    w13, w2, columns = torch.zeros(1, 64, 32), torch.zeros(1, 32, 32), torch.arange(8)
+    of = activations.resolve(activation)
+    w13[0, columns if of.interleaved else columns // 2 + columns % 2 * 32, columns] = 1
+    w2[0, columns, columns] = 1
+    w13, w2 = [moe_ops.quantize(w.to(BF16), "fp8_w8a16:tensor") for w in (w13, w2)]
+    x, ids = torch.nn.functional.pad(x, (0, 24)), torch.zeros(len(x), 1, dtype=torch.int64)
+    out = run(x, w13, w2, torch.ones(len(x), 1), ids, activation=activation)
+    want = activations.formula(x.double() @ w13.dequantize().double()[0].T, of)
+    lost = 1e-15 * (x[:, :8:2] * x[:, 1:8:2]).abs()  # by torch's gelu_tanh in fp64
+    assert ((out - want).abs()[:, :4] <= 2.0**-7 * want.abs()[:, :4] + lost + 1e-36).all()
+    assert native and (want[:, :4] != 0).any(0).all()
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])

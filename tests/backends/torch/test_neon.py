@@ -24,7 +24,8 @@ FLAGS = (
 # a step of 128 columns and the rest of one, codes and scales of each kind, tokens in parts
 TESTS = (
     "avx2 and (test_schemes and 320-224 or quantized_activations and 96-160 or every_code or "
-    "nan or any_code or out_of_range or biases and (gelu_tanh or swigluoai) and dtype1 or threads)"
+    "nan or any_code or out_of_range or gates or "
+    "biases and (gelu_tanh or swigluoai) and dtype1 or threads)"
 )
 
 
