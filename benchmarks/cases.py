@@ -34,6 +34,7 @@ class Experts(Shape):
 SHAPES = {name: Experts(*astuple(shape)) for name, shape in MODEL_SHAPES.items()} | {
     "gptoss20_bias": Experts(32, 4, 2880, 2880, activation="swigluoai", bias=True),
     "gptoss120_bias": Experts(128, 4, 2880, 2880, activation="swigluoai", bias=True),
+    "kimik3_situ": Experts(896, 16, 3584, 1536, activation="situ"),
     "tiny": Experts(8, 2, 256, 128),  # --dry-run only
     "tiny_ep": Experts(4, 2, 128, 256, ep_size=2),  # --dry-run only
     "tiny_bias": Experts(8, 2, 256, 128, activation="swigluoai", bias=True),  # --dry-run only

@@ -238,6 +238,9 @@ def make_builders(weights: Weights, only: list[str]) -> dict[str, Any]:
         if weights.shape.bias and not implementation.biases:
             builders[name] = f"takes no biases, or not with {weights.shape.activation}"
             continue
+        if weights.shape.activation == "situ" and not name.startswith(OURS):
+            builders[name] = "called here with other activations alone"
+            continue
         try:
             builders[name] = implementation.make(weights)
         except Exception as error:  # as in CellRun.prepare

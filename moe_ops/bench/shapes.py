@@ -49,6 +49,9 @@ SHAPES = {
     "e160": Shape(160, 6, 5120, 1536),
     "qwen3next": Shape(512, 10, 2048, 512),
     "phi35": Shape(16, 2, 4096, 6400),
+    "qwen36": Shape(256, 8, 2048, 512),
+    "kimik3": Shape(896, 16, 3584, 1536),
+    "dsv4": Shape(384, 6, 7168, 3072),
 }
 
 # fields of configurations that hold each size, the first that a configuration has

@@ -35,6 +35,7 @@ from moe_ops.kernels.mixed_gemm import operands as mixed_operands
 from moe_ops.kernels.rows.scales import scales
 from moe_ops.tensors import from_quantized, quantize
 
+_DEVICE = "cuda"
 _SETS = 8  # routing sets of a timing, replayed in turn
 # in every second set, the expert of rank r is chosen with probability proportional to r ** -1.1
 _ZIPF = 1.1
@@ -57,19 +58,22 @@ class Target:
         K, I = self.hidden_size, self.intermediate_size
         made = []
         for rows, columns in ((2 * I, K), (K, I)):
+            if not self.scheme:  # in place: they may be more than half of what the GPU has
+                dtype, shape = getattr(torch, self.dtype), (num_experts, rows, columns)
+                empty = torch.empty(shape, dtype=dtype, device=_DEVICE)
+                made.append(empty.normal_(std=columns**-0.5))
+                continue
             parts = []
             for first in range(0, num_experts, 16):
                 shape = (min(16, num_experts - first), rows, columns)
-                part = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / columns**0.5
+                part = torch.randn(shape, device=_DEVICE, dtype=torch.bfloat16) / columns**0.5
                 part = part.to(getattr(torch, self.dtype))
-                parts.append(quantize(part, self.scheme) if self.scheme else part)
+                parts.append(quantize(part, self.scheme))
             made.append(_concatenate(parts, self.scheme))
         return made[0], made[1]
 
 
 def _concatenate(parts: list, scheme: str) -> torch.Tensor:
-    if not scheme:
-        return torch.cat(parts)
     tensors = {}
     for name in ("qdata", "scale", "zero_point", "global_scale", "channel_scale"):
         found = [getattr(part, name) for part in parts]
@@ -87,21 +91,21 @@ class Bench:
         self.w13, self.w2 = target.weights(target.num_experts)
         self.inputs: list[tuple] = []
 
-    def prepare(self, num_tokens: int) -> None:
+    def prepare(self, num_tokens: int, sets: int = _SETS) -> None:
         """Draw hidden states and routing sets for a number of tokens."""
         t = self.target
-        x = torch.randn(num_tokens, t.hidden_size, device="cuda").to(getattr(torch, t.dtype))
+        x = torch.randn(num_tokens, t.hidden_size, device=_DEVICE).to(getattr(torch, t.dtype))
         self.inputs = []
-        for i in range(_SETS):
-            ranks = torch.randperm(t.num_experts, device="cuda") + 1.0
+        for i in range(sets):
+            ranks = torch.randperm(t.num_experts, device=_DEVICE) + 1.0
             chances = (ranks ** -(_ZIPF * (i % 2))).expand(num_tokens, -1)
             ids = torch.multinomial(chances, t.top_k).int()
-            weights = torch.rand(num_tokens, t.top_k, device="cuda")
+            weights = torch.rand(num_tokens, t.top_k, device=_DEVICE)
             self.inputs.append((x, weights, ids))
 
     @torch.no_grad()
-    def time_us(self, config: LayerConfig | None, warm_up_seconds: float = 0.005) -> float:
-        """Median microseconds per layer; infinite if the config cannot run."""
+    def graph(self, config: LayerConfig | None) -> torch.cuda.CUDAGraph | None:
+        """A graph of one layer for each set; None if the config cannot run."""
 
         def layer() -> None:
             for x, weights, ids in self.inputs:
@@ -110,13 +114,25 @@ class Bench:
         with override(config):
             try:
                 layer()
-                graph = captured(layer)
+                return captured(layer)
             except Exception as error:  # out of registers or shared memory: not a candidate
                 if "illegal" in str(error) or "assert" in str(error):
                     raise
-                return math.inf
+                return None
+
+    def time_us(
+        self,
+        config: LayerConfig | None,
+        warm_up_seconds: float = 0.005,
+        replays: int = _REPLAYS,
+    ) -> float:
+        """Median microseconds per layer; infinite if the config cannot run."""
+        graph = self.graph(config)
+        if graph is None:
+            return math.inf
         replay_us([graph], warm_up_seconds)
-        return statistics.median([replay_us([graph])[0] / _SETS for _ in range(_REPLAYS)])
+        sets = len(self.inputs)
+        return statistics.median([replay_us([graph])[0] / sets for _ in range(replays)])
 
 
 def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -153,27 +169,35 @@ def tune(bench: Bench, num_tokens: int) -> tuple[LayerConfig, float, float]:
     bench.prepare(num_tokens)
     base = heuristic(bench)
     plan = search_space(bench.target, base, num_tokens)
-    compile_all(bench.target, num_tokens, [base, *_pairs(plan)])
+    compile_all(bench.target, num_tokens, [base, *pairs(plan)])
     # The GPU was idle while kernels were compiled: until its clocks had risen, short layers ran 10
     # % slower.
-    default_us = best_us = bench.time_us(base, warm_up_seconds=0.25)
-    best = base
-    for first, second in environment.progress_bar(plan, f"timing M={num_tokens}"):
-        local, local_us = first[0], math.inf
-        for config in first:
-            us = bench.time_us(config)
-            if us < local_us:
-                local, local_us = config, us
-        if local_us > 1.15 * best_us:
+    default_us = bench.time_us(base, warm_up_seconds=0.25)
+    found = times(plan, {base: default_us}, bench.time_us, f"timing M={num_tokens}")
+    best = min(found, key=lambda config: found[config])
+    return best, found[best], default_us
+
+
+def times(
+    plan: candidates.Space,
+    found: dict[LayerConfig, float],
+    time_us: Callable[[LayerConfig], float],
+    what: str = "timing",
+) -> dict[LayerConfig, float]:
+    """Config -> microseconds, of those in `found` and of a plan's: for each kind of block those
+    for GEMM1, and if these are not far behind, those for GEMM2 with the best one.
+    """
+    for first, second in environment.progress_bar(plan, what):
+        best_us, ones = min(found.values()), {config: time_us(config) for config in first}
+        local = min(ones, key=lambda config: ones[config])
+        found |= {config: us for config, us in ones.items() if config not in found}
+        if ones[local] > 1.15 * best_us:
             continue
         for config in second:
             config = config._replace(gemm1=local.gemm1)
-            us = bench.time_us(config)
-            if us < local_us:
-                local, local_us = config, us
-        if local_us < best_us:
-            best, best_us = local, local_us
-    return best, best_us, default_us
+            if config not in found:
+                found[config] = time_us(config)
+    return found
 
 
 def heuristic(bench: Bench) -> LayerConfig:
@@ -206,6 +230,11 @@ def search_space(target: Target, base: LayerConfig, num_tokens: int) -> candidat
     return rank.ranked_space(base, layer, size, bool(target.scheme), scales(target.scheme).x)
 
 
+def ordered(target: Target, base: LayerConfig) -> bool:
+    """Whether an estimate orders the configs of `search_space`, the best first."""
+    return base.kernel != GEMV and mixed_operands.describe(target.scheme) is None
+
+
 def listing(target: Target, num_tokens: int, gpu: Gpu) -> str:
     """What is chosen for a number of tokens, and the tiles that the estimate puts first, as text.
 
@@ -234,7 +263,7 @@ def listing(target: Target, num_tokens: int, gpu: Gpu) -> str:
     return "\n".join(lines)
 
 
-def _pairs(plan: candidates.Space) -> Iterator[LayerConfig]:
+def pairs(plan: candidates.Space) -> Iterator[LayerConfig]:
     """The fewest configs that compile every kernel of a plan."""
     for first, second in plan:
         for i in range(max(len(first), len(second))):
@@ -249,7 +278,7 @@ def compile_all(target: Target, num_tokens: int, choices: Iterable[LayerConfig])
     the GPU.
     """
     one = dataclasses.replace(target, num_experts=max(2, target.top_k))
-    pool = _pool(_workers(one))
+    pool = _pool_of(_workers(one))
     jobs = [pool.submit(_compile, one, num_tokens, choice) for choice in dict.fromkeys(choices)]
     for job in environment.progress_bar(jobs, f"compiling for M={num_tokens}"):
         job.result()
@@ -268,9 +297,18 @@ def _workers(target: Target) -> int:
     return max(1, min(cores - 1, int(0.6 * memory / (8 * plain + 2**29))))
 
 
-@lru_cache(maxsize=1)
-def _pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+_pool: tuple[int, ProcessPoolExecutor] | None = None
+
+
+def _pool_of(workers: int) -> ProcessPoolExecutor:
+    """At most so many processes: those that there are, since starting some takes long."""
+    global _pool
+    if _pool is None or _pool[0] > workers:
+        if _pool is not None:
+            _pool[1].shutdown()
+        context = multiprocessing.get_context("spawn")
+        _pool = workers, ProcessPoolExecutor(workers, mp_context=context)
+    return _pool[1]
 
 
 @lru_cache(maxsize=1)
@@ -284,9 +322,9 @@ def _compile(target: Target, num_tokens: int, config: LayerConfig) -> None:
     # Kernels are not specialized on the number of experts, so a few experts stand for all.
     w13, w2 = _few_weights(target)
     rows = min(num_tokens, 2)
-    x = torch.randn(rows, target.hidden_size, device="cuda").to(getattr(torch, target.dtype))
-    ids = torch.zeros(rows, target.top_k, dtype=torch.int32, device="cuda")
-    weights = torch.ones(rows, target.top_k, device="cuda")
+    x = torch.randn(rows, target.hidden_size, device=_DEVICE).to(getattr(torch, target.dtype))
+    ids = torch.zeros(rows, target.top_k, dtype=torch.int32, device=_DEVICE)
+    weights = torch.ones(rows, target.top_k, device=_DEVICE)
     # a candidate that cannot run is dropped when it is timed
     with torch.no_grad(), override(config), contextlib.suppress(Exception):
         fused_experts(x, w13, w2, weights, ids, backend="triton")

@@ -224,6 +224,8 @@ def test_a_run_that_measures_nothing_fails(tuner, monkeypatch):
         ("--backends deepgemm", "--backends must be one of triton, .*, torch, got 'deepgemm'"),
         ("--backends auto", "--backends must be one of triton, .*, torch, got 'auto'"),
         ("--backends --check", "--check compares tiles of triton, so it must come without"),
+        ("--limit 60", "--limit is of --check, and must come with it"),
+        ("--check --most 0", "--most must be at least 1, got 0"),
     ],
 )
 def test_bad_command_lines_are_refused_before_a_gpu_is_asked_for(
