@@ -25,7 +25,7 @@ from moe_ops.autograd.stack import LoRAStack
 from moe_ops.batch_invariance import resolve
 from moe_ops.ops.call import BatchedCall, ExpertsCall, LinearCall, refuse_lost, take_apart
 from moe_ops.ops.options import Options
-from moe_ops.ops.resident import ResidentWeight, TensorFacts
+from moe_ops.ops.resident import ResidentWeight, TensorFacts, replace_resident
 from moe_ops.ops.transforms import refuse_tangents
 from moe_ops.planning import bind
 from moe_ops.planning.plan import Plan
@@ -143,7 +143,7 @@ def fused_experts(
     resident, slots = "", 0
     if isinstance(w13, ResidentWeight) or isinstance(w2, ResidentWeight):
         refused = (w13_bias, w2_bias, expert_map, adapters, exchange or None)
-        resident, slots, w13, w2, w13_bias, w2_bias = _of_resident(w13, w2, *refused)
+        resident, slots, w13, w2, w13_bias, w2_bias = replace_resident(w13, w2, *refused)
     tensors = (hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map)
     _check_tensors(_EXPERTS, 5, *tensors)
     act = activations.resolve(activation)
@@ -396,7 +396,7 @@ def explain(
     resident, slots = "", 0
     if isinstance(w13, ResidentWeight) or isinstance(w2, ResidentWeight):
         refused = (w13_bias, w2_bias, expert_map, None, None)
-        resident, slots, w13, w2, w13_bias, w2_bias = _of_resident(w13, w2, *refused)
+        resident, slots, w13, w2, w13_bias, w2_bias = replace_resident(w13, w2, *refused)
     tensors = (hidden_states, w13, w2, topk_ids, topk_ids, w13_bias, w2_bias, expert_map)
     _check_tensors(_EXPERTS.replace("topk_weights", "topk_ids"), 5, *tensors)
     checks.check_rank("topk_ids", topk_ids, "(M, top_k)")
@@ -440,39 +440,6 @@ def _check_tensors(names: str, required: int, *values: Any) -> None:
         wrong = (i < required) if value is None else not isinstance(value, Tensor)
         if wrong and type(value) not in _RESIDENT:
             checks.check_tensor(names.split()[i], value)
-
-
-def _of_resident(w13: Any, w2: Any, *refused: Any) -> tuple:
-    """(name, slots, w13, w2, w13_bias, w2_bias) of resident experts; of those that are all on the
-    device the tensors, without a name.
-
-    Raises:
-        ValueError: the two are not of one `ResidentExperts`, or an argument is given that such
-            calls do not take.
-    """
-    names = [getattr(w, "name", None) for w in (w13, w2)]
-    if names[0] != names[1] or (w13.role, w2.role) != ("w13", "w2"):
-        raise ValueError(
-            "w13 and w2 must be those of one ResidentExperts, in this order, got "
-            f"{w13 if isinstance(w13, ResidentWeight) else type(w13).__name__} and "
-            f"{w2 if isinstance(w2, ResidentWeight) else type(w2).__name__}"
-        )
-    for name, value, remedy in zip(_NOT_RESIDENT, refused, _REMEDIES, strict=True):
-        if value is not None:
-            raise ValueError(f"{name} must be left out beside resident experts: {remedy}")
-    if w13.whole is not None:
-        return "", 0, w13.whole, w2.whole, w13.whole_bias, w2.whole_bias
-    return names[0], w13.slots, w13, w2, w13.bias, w2.bias
-
-
-_NOT_RESIDENT = ("w13_bias", "w2_bias", "expert_map", "adapters", "exchange")
-_BIAS = "ResidentExperts takes the bias when it is made, and brings its rows with the weights'"
-_REMEDIES = (
-    *(_BIAS, _BIAS),
-    "slots are found by one of their own; make ResidentExperts of all experts that ids name",
-    "merge them into the weights before ResidentExperts is made",
-    "expert parallelism needs the experts of each rank on its GPU",
-)
 
 
 def _scale_of_input(name: str, scale: Any, global_scale: Any) -> Tensor | None:

@@ -78,6 +78,41 @@ class ResidentWeight:
         )
 
 
+_BIAS = "ResidentExperts takes the bias when it is made, and brings its rows with the weights'"
+_REMEDIES = {  # of arguments that calls of resident experts do not take
+    "w13_bias": _BIAS,
+    "w2_bias": _BIAS,
+    "expert_map": "slots are found by one of their own; make ResidentExperts of all experts that "
+    "ids name",
+    "adapters": "merge them into the weights before ResidentExperts is made",
+    "exchange": "expert parallelism needs the experts of each rank on its GPU",
+}
+
+
+def replace_resident(w13: Any, w2: Any, *refused: Any) -> tuple:
+    """(name, slots, w13, w2, w13_bias, w2_bias) of a call's resident experts; where all are
+    on the device the tensors, without a name. ``refused``: its arguments w13_bias, w2_bias,
+    expert_map, adapters and exchange, None where they are not given.
+
+    Raises:
+        ValueError: the two are not of one `ResidentExperts`, or an argument is given that such
+            calls do not take.
+    """
+    names = [getattr(w, "name", None) for w in (w13, w2)]
+    if names[0] != names[1] or (w13.role, w2.role) != ("w13", "w2"):
+        raise ValueError(
+            "w13 and w2 must be those of one ResidentExperts, in this order, got "
+            f"{w13 if isinstance(w13, ResidentWeight) else type(w13).__name__} and "
+            f"{w2 if isinstance(w2, ResidentWeight) else type(w2).__name__}"
+        )
+    for (name, remedy), value in zip(_REMEDIES.items(), refused, strict=True):
+        if value is not None:
+            raise ValueError(f"{name} must be left out beside resident experts: {remedy}")
+    if w13.whole is not None:
+        return "", 0, w13.whole, w2.whole, w13.whole_bias, w2.whole_bias
+    return names[0], w13.slots, w13, w2, w13.bias, w2.bias
+
+
 class Resident(Protocol):
     """What a name stands for."""
 
