@@ -119,7 +119,7 @@ def _check(name: str, layer: MoELayer, parallel: ParallelConfig) -> None:
     invariance.check(layer.batch_invariant, invariance.why_not(parallel, layer.num_experts))
     if layer.dispatcher is not None or layer.expert_map is not None:
         raise ValueError(f"{where} must hold all of its experts, got one that is spread already")
-    if getattr(layer, "lora", None) is not None:
+    if layer.lora is not None:
         raise ValueError(f"{where} must have no adapters, got some; add them afterwards")
     for key, weight in _weights(layer).items():
         if hasattr(weight, "device_mesh"):

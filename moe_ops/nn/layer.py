@@ -13,7 +13,6 @@ experts.up_proj for experts without a gate half (Nemotron-H).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +24,21 @@ from moe_ops import batch_invariance as switch
 from moe_ops.activations import Activation
 from moe_ops.autograd.stack import LoRAStack
 from moe_ops.backends import check_backend
-from moe_ops.checks import check_number, check_size, check_tensor
+from moe_ops.checks import check_number, check_size
 from moe_ops.experts import fused_experts
 from moe_ops.meta.buffers import KeepsBuffers
 from moe_ops.nn.config import MoEConfig
-from moe_ops.nn.load import load_balancing_loss, tokens_per_expert
-from moe_ops.nn.lora import ExpertsLoRA, ExpertsStack
-from moe_ops.nn.modules import Experts, Gate, SharedExpert, check_here, expert_map_on_host
+from moe_ops.nn.load import count_tokens, load_balancing_loss
+from moe_ops.nn.lora import ExpertsLoRA, ExpertsStack, checked_adapter_ids
+from moe_ops.nn.modules import (
+    Experts,
+    Gate,
+    SharedExpert,
+    check_here,
+    check_tokens,
+    expert_map_on_host,
+)
 from moe_ops.nn.spread import NO_GROUP, combine_outputs, send_tokens, spread_of
-from moe_ops.ops.memory import refuse_lost
 from moe_ops.parallel.dispatch import Dispatcher
 from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement
 from moe_ops.residency import holding
@@ -117,10 +122,7 @@ class MoELayer(KeepsBuffers):
 
     expert_load: Tensor
     expert_map: Tensor | None
-    # layers that were saved before have none of their own
-    max_workspace_bytes: int | None = None
-    recompute: bool = False
-    batch_invariant: bool | None = None
+    batch_invariant: bool | None
     dispatcher: Dispatcher | None = None
     # why a layer with a dispatcher does not return the bits of one device
     not_invariant: tuple[str, ...] = (
@@ -343,32 +345,10 @@ class MoELayer(KeepsBuffers):
                 adapter_ids of another shape, adapter_ids without adapters, a dtype that is not
                 the layer's, and as `route` and `fused_experts`.
         """
-        check_tensor("hidden_states", hidden_states)
-        if residual is not None:
-            check_tensor("residual", residual)
-        if hidden_states.dtype.itemsize == 1:
-            raise ValueError(
-                f"hidden_states must have 16 bits or more, got {hidden_states.dtype}: the router "
-                "cannot read what arrives quantized. Call moe_ops.route_tokens(unquantized, "
-                "layer.gate.weight, layer.top_k, layer.routing_method), and moe_ops.fused_experts("
-                "q, layer.experts.w13, layer.experts.down_proj, topk_weights, topk_ids, "
-                "hidden_states_scale=scale)"
-            )
-        if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"hidden_states must have shape (..., H={self.hidden_size}) with at least one "
-                f"leading dimension, got {tuple(hidden_states.shape)}"
-            )
-        if residual is not None and not torch.compiler.is_compiling():
-            refuse_lost("residual", residual)
-            if residual.shape != hidden_states.shape:
-                raise ValueError(
-                    f"residual must have hidden_states' shape {tuple(hidden_states.shape)}, got "
-                    f"{tuple(residual.shape)}; expand it"
-                )
+        check_tokens(hidden_states, residual, self.hidden_size)
         x = hidden_states.flatten(0, -2)
         if adapter_ids is not None:
-            adapter_ids = self._check_adapter_ids(adapter_ids, hidden_states)
+            adapter_ids = checked_adapter_ids(self, adapter_ids, hidden_states)
         out, router_logits, topk_ids = self._routed(x, adapter_ids)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
@@ -381,11 +361,8 @@ class MoELayer(KeepsBuffers):
         if residual is not None:
             out = residual + out
 
-        if (self.training or self.track_load) and not _recomputing():
-            with torch.no_grad():
-                # not +=: torch.export (2.13) takes the attribute's assignment for a write to an
-                # input
-                self.expert_load.add_(tokens_per_expert(topk_ids, self.num_experts))
+        if self.training or self.track_load:
+            count_tokens(topk_ids, self.expert_load)
         if not return_aux_loss:
             return out
         probabilities = router_probabilities(router_logits, self.routing_method, self.scoring)
@@ -403,29 +380,7 @@ class MoELayer(KeepsBuffers):
             ValueError: the rank is no integer or below 1, the scale is no finite number, the
                 layer has replicas of experts, or it names a backend that has no adapters.
         """
-        check_size("rank", rank)
-        check_number("scale", scale)
-        if not math.isfinite(scale):
-            raise ValueError(f"scale must be finite, got {scale}")
-        if getattr(self, "adapters", None) is not None:
-            raise ValueError(
-                "layer must have no stack of adapters beside one of its own, got one from "
-                "set_adapters; call set_adapters(None) before"
-            )
-        if self.backend not in ("auto", "torch"):
-            raise ValueError(
-                "backend must be 'auto' or 'torch' for a layer with adapters, got "
-                f"{self.backend!r}"
-            )
-        if getattr(self, "replicas", None) is not None:
-            raise ValueError(
-                "layer must have each expert once to adapt it, got one with replicas; make it "
-                "without enable_eplb"
-            )
-        check_here(self.experts, "be adapted")
-        experts = self.experts.requires_grad_(False)
-        w13, w2 = experts.w13, experts.down_proj
-        self.lora = ExpertsLoRA(w13, w2, rank, float(scale), self.gate.weight)
+        self.lora = ExpertsLoRA.of(self, rank, scale)
         return self.lora
 
     def set_adapters(self, stack: LoRAStack | None) -> None:
@@ -439,41 +394,7 @@ class MoELayer(KeepsBuffers):
             ValueError: no LoRAStack, or the layer sends tokens to other ranks, has replicas of
                 experts, or has an adapter of its own (`add_lora`).
         """
-        if stack is None:
-            self.adapters = None
-            return
-        if not isinstance(stack, LoRAStack):
-            raise ValueError(
-                f"stack must be a moe_ops.LoRAStack, got {type(stack).__name__}; "
-                "LoRAStack.of(adapters) makes one"
-            )
-        if self.dispatcher is not None or getattr(self, "replicas", None) is not None:
-            raise ValueError(
-                "layer must keep its tokens for them to have adapters, got one that sends them to "
-                "other ranks, or has replicas; make it without a group"
-            )
-        if getattr(self, "lora", None) is not None:
-            raise ValueError(
-                "layer must have no adapter of its own beside a stack, got one from add_lora; set "
-                "layer.lora = None, and put lora.adapter() into the stack"
-            )
-        check_here(self.experts, "be adapted")
-        self.adapters = ExpertsStack(stack)
-
-    def _check_adapter_ids(self, adapter_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        """adapter_ids (M,)."""
-        check_tensor("adapter_ids", adapter_ids)
-        if getattr(self, "adapters", None) is None:
-            raise ValueError(
-                "adapter_ids must be None for a layer without adapters, got a tensor; call "
-                "set_adapters(LoRAStack.of(adapters)) before"
-            )
-        if adapter_ids.dim() != hidden_states.dim() - 1:
-            raise ValueError(
-                f"adapter_ids must have shape {tuple(hidden_states.shape[:-1])}, one for each "
-                f"token, got {tuple(adapter_ids.shape)}; expand it"
-            )
-        return adapter_ids.flatten()
+        self.adapters = None if stack is None else ExpertsStack.of(self, stack)
 
     def quantize(self, scheme: str | QuantScheme) -> MoELayer:
         """Quantize the expert weights in place, by `moe_ops.quantize`.
@@ -521,7 +442,7 @@ class MoELayer(KeepsBuffers):
         check_size("slots", slots)
         check_here(self.experts, "be offloaded")
         spread = self.dispatcher is not None or self.replicas is not None
-        adapted = self.lora is not None or getattr(self, "adapters", None) is not None
+        adapted = self.lora is not None or self.adapters is not None
         if spread or self.expert_map is not None or adapted:
             raise ValueError(
                 "layer must hold all experts, without adapters, to have them in host memory, got "
@@ -555,8 +476,7 @@ class MoELayer(KeepsBuffers):
             scaling_factor=self.routed_scaling_factor,
             scoring=self.scoring,
         )
-        lora = getattr(self, "lora", None)  # layers that were saved before have none
-        adapters: Any = None if lora is None else lora.adapter()
+        adapters: Any = None if self.lora is None else self.lora.adapter()
         if adapter_ids is not None and self.adapters is not None:
             adapters = self.adapters.stack()
         sent = send_tokens(self, x, topk_ids, topk_weights)
@@ -584,16 +504,9 @@ class MoELayer(KeepsBuffers):
         return out, router_logits, topk_ids
 
 
-def _recomputing() -> bool:
-    """Whether a backward is running, in which checkpoints call a forward again."""
-    # use_reentrant=False alone does not help: such a run stops only after the last saved tensor
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
 def _fill_buffers(layer: MoELayer, incompatible_keys: object) -> None:
     """After load_state_dict(assign=True) replaced the parameters of a layer on the meta device."""
     device = layer.gate.weight.device
     layer.fill_buffers(device)
-    replicas = getattr(layer, "replicas", None)
-    if replicas is not None:
-        replicas.fill_buffers(device)
+    if layer.replicas is not None:
+        layer.replicas.fill_buffers(device)

@@ -36,3 +36,15 @@ def tokens_per_expert(topk_ids: Tensor, num_experts: int) -> Tensor:
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     # not bincount, which reads its output size on the host, nor histc, which needs floats
     return counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
+
+
+def count_tokens(topk_ids: Tensor, expert_load: Tensor) -> None:
+    """Add the tokens of each expert to expert_load (E,), but for those of a forward pass that a
+    checkpoint calls again while a backward runs.
+    """
+    # use_reentrant=False alone does not help: such a run stops only after the last saved tensor
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        return
+    with torch.no_grad():
+        # not +=: torch.export (2.13) takes the attribute's assignment for a write to an input
+        expert_load.add_(tokens_per_expert(topk_ids, expert_load.shape[0]))

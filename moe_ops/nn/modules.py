@@ -17,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from moe_ops import activations
 from moe_ops.activations import Activation
 from moe_ops.checks import check_tensor
+from moe_ops.ops.memory import refuse_lost
 from moe_ops.residency import holding
 from moe_ops.routing.methods import RoutingMethod
 from moe_ops.routing.route import route
@@ -233,6 +234,33 @@ def expert_map_on_host(expert_map: Tensor, num_experts: int, num_local_experts: 
                 f"-1 for experts elsewhere, got ids from {low} to {high}"
             )
     return values
+
+
+def check_tokens(hidden_states: Tensor, residual: Tensor | None, hidden_size: int) -> None:
+    """Raise ValueError unless a layer can run these tokens, as `MoELayer.forward` says."""
+    check_tensor("hidden_states", hidden_states)
+    if residual is not None:
+        check_tensor("residual", residual)
+    if hidden_states.dtype.itemsize == 1:
+        raise ValueError(
+            f"hidden_states must have 16 bits or more, got {hidden_states.dtype}: the router "
+            "cannot read what arrives quantized. Call moe_ops.route_tokens(unquantized, "
+            "layer.gate.weight, layer.top_k, layer.routing_method), and moe_ops.fused_experts("
+            "q, layer.experts.w13, layer.experts.down_proj, topk_weights, topk_ids, "
+            "hidden_states_scale=scale)"
+        )
+    if hidden_states.dim() < 2 or hidden_states.shape[-1] != hidden_size:
+        raise ValueError(
+            f"hidden_states must have shape (..., H={hidden_size}) with at least one "
+            f"leading dimension, got {tuple(hidden_states.shape)}"
+        )
+    if residual is not None and not torch.compiler.is_compiling():
+        refuse_lost("residual", residual)
+        if residual.shape != hidden_states.shape:
+            raise ValueError(
+                f"residual must have hidden_states' shape {tuple(hidden_states.shape)}, got "
+                f"{tuple(residual.shape)}; expand it"
+            )
 
 
 def parameter(*shape: int, **factory: Any) -> nn.Parameter:

@@ -43,7 +43,7 @@ def rebalance(layer: MoELayer, group: ProcessGroup) -> ReplicatedPlacement:
     """
     check_type("layer", layer, MoELayer)
     check_group(group)
-    replicas = getattr(layer, "replicas", None)
+    replicas = layer.replicas
     if replicas is None:
         raise ValueError(
             "layer must have replicas; make it by MoELayer.from_config with a group, and "

@@ -11,11 +11,12 @@ from torch import Tensor
 from moe_ops.activations import Activation
 from moe_ops.checks import autocasting, check_size
 from moe_ops.nn.config import MoEConfig
+from moe_ops.nn.lora import ExpertsLoRA
 from moe_ops.nn.modules import Experts
 from moe_ops.parallel import invariance, wire
 from moe_ops.parallel.agreement import check_agreement
 from moe_ops.parallel.dispatch import Dispatcher, make_dispatcher
-from moe_ops.parallel.replicas import ReplicatedPlacement, balanced
+from moe_ops.parallel.replicas import Replicas, ReplicatedPlacement, balanced
 from moe_ops.schemes import layer_scheme
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ class SpreadLayer(Protocol):
     """The attributes of a MoELayer, which imports this module, that are used here."""
 
     experts: Experts
+    lora: ExpertsLoRA | None
+    replicas: Replicas | None
     dispatcher: Dispatcher | None
     not_invariant: tuple[str, ...]
     batch_invariant: bool | None
@@ -127,11 +130,9 @@ class Sent(NamedTuple):
 
 def send_tokens(layer: SpreadLayer, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Sent:
     """x (M, H), ids and weights (M, top_k) -> what the layer's experts on this device multiply."""
-    # layers that were saved before have no replicas
-    replicas = getattr(layer, "replicas", None)
-    if replicas is not None:
+    if layer.replicas is not None:
         _refuse_training(layer.experts)
-        topk_ids = replicas(topk_ids)
+        topk_ids = layer.replicas(topk_ids)
     if layer.dispatcher is None:
         return Sent(x, topk_ids, topk_weights, {}, False)
     by_tree = invariance.check(layer.batch_invariant, layer.not_invariant)
@@ -181,7 +182,7 @@ def combine_outputs(layer: SpreadLayer, out: Tensor, x: Tensor, sent: Sent) -> T
 
 def _records_gradients(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> bool:
     """Whether the experts run as calls that record gradients do."""
-    if getattr(layer, "lora", None) is not None:
+    if layer.lora is not None:
         return True
     experts = layer.experts  # whose weights may be no parameters
     return _wants_gradients(x, topk_weights, experts.w13, experts.down_proj, *_biases(experts))
@@ -206,7 +207,7 @@ def _sends_quantized(layer: SpreadLayer, x: Tensor, topk_weights: Tensor) -> boo
     asked = getattr(layer.dispatcher, "send_quantized", False)
     if not (x.is_cuda if asked is None else asked) or layer.router_weight_on_input:
         return False
-    if getattr(layer, "lora", None) is not None or autocasting(x.device):
+    if layer.lora is not None or autocasting(x.device):
         return False
     if _wants_gradients(x, topk_weights, *_biases(layer.experts)):
         return False
