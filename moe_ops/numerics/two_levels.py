@@ -69,20 +69,15 @@ def _symmetric(x: Tensor, desc: QuantDesc) -> tuple[Tensor, Tensor]:
     """(scales (..., groups), the format's numbers) of groups (..., groups, columns)."""
     fmt = desc.format
     first, reach = x.abs().amax(-1, keepdim=True) / fmt.max, 2 ** (fmt.bits - 1) - 1
-    best, scale, elements = torch.full_like(first, -1.0), torch.zeros_like(first), x
+    best = torch.full_like(first, -1.0), torch.zeros_like(first), x
     for sign in (1, -1):  # integers and levels reach further on one side
         for step in _TRIED:
             tried = first * (sign * reach / (reach + step))
             quotients = (x / torch.where(tried == 0, torch.inf, tried)).flatten(-2)
             rounded = nearest(quotients, fmt).unflatten(-1, x.shape[-2:])
             product, square = [(rounded * by).sum(-1, keepdim=True) for by in (x, rounded)]
-            # what the best multiple of the rounded numbers takes off the squared error
-            found = product * product / torch.where(square == 0, torch.inf, square)
-            better = found > best
-            best = torch.where(better, found, best)
-            scale = torch.where(better, product / square.clamp(min=1e-30), scale)
-            elements = torch.where(better, rounded, elements)
-    return scale.squeeze(-1), elements
+            best = _better(best, rounded, product, square)
+    return best[1].squeeze(-1), best[2]
 
 
 def _with_minimum(x: Tensor, desc: QuantDesc) -> tuple[Tensor, Tensor]:
@@ -90,7 +85,7 @@ def _with_minimum(x: Tensor, desc: QuantDesc) -> tuple[Tensor, Tensor]:
     last, count = 2.0**desc.format.bits - 1, x.shape[-1]
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     around = x - x.mean(-1, keepdim=True)
-    best, scale, elements = torch.full_like(low, -1.0), torch.zeros_like(low), x
+    best = torch.full_like(low, -1.0), torch.zeros_like(low), x
     for step in _TRIED:
         tried = (high - low) / (last + step)
         rounded = torch.round((x - low) / torch.where(tried == 0, torch.inf, tried))
@@ -98,9 +93,16 @@ def _with_minimum(x: Tensor, desc: QuantDesc) -> tuple[Tensor, Tensor]:
         product = (rounded * around).sum(-1, keepdim=True)
         mean = rounded.sum(-1, keepdim=True) / count
         square = (rounded * (rounded - mean)).sum(-1, keepdim=True)
-        found = product * product / torch.where(square == 0, torch.inf, square)
-        better = found > best
-        best = torch.where(better, found, best)
-        scale = torch.where(better, product / square.clamp(min=1e-30), scale)
-        elements = torch.where(better, rounded, elements)
-    return scale.squeeze(-1), elements
+        best = _better(best, rounded, product, square)
+    return best[1].squeeze(-1), best[2]
+
+
+def _better(best: tuple, rounded: Tensor, product: Tensor, square: Tensor) -> tuple:
+    """(What a multiple takes off the squared error, that multiple, numbers) for each group: those
+    of ``best``, or where they take off more the rounded ones, given their inner products
+    with the weights and with themselves.
+    """
+    found = product * product / torch.where(square == 0, torch.inf, square)
+    tried = found, product / square.clamp(min=1e-30), rounded
+    better = found > best[0]
+    return tuple([torch.where(better, new, old) for new, old in zip(tried, best, strict=True)])
