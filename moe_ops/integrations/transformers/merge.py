@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.adapters import adapter_of, wrappers_of
@@ -28,7 +29,7 @@ class MergedWeight:
         error: |merged - sum| / |sum|, where the sum is that of the weight before and of what the
             adapters add to it.
         change_error: |merged - sum| / |what the adapters add|: from 1 on, as much is lost as was
-            learned.
+            learned. NaN where the adapters add nothing.
     """
 
     name: str
@@ -37,10 +38,11 @@ class MergedWeight:
     change_error: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} -> {self.scheme}: error {self.error:.2g} of the sum, "
-            f"{self.change_error:.2g} of what the adapters add"
-        )
+        error = self.change_error
+        lost = "the adapters add nothing"
+        if not math.isnan(error):
+            lost = f"{error:.2g} of what the adapters add"
+        return f"{self.name} -> {self.scheme}: error {self.error:.2g} of the sum, {lost}"
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,13 @@ def _merge(layer: Layer, wrapper: Any, scheme: QuantScheme | None) -> MergedWeig
     wrapper.merged_adapters.extend(active)
     # PEFT's own would forget that they are merged before it fails to subtract them
     wrapper.unmerge = functools.partial(_refuse_unmerge, layer.parameter_name(name))
-    off = _norm(weight.dequantize(torch.float32).sub_(total))
+    off = weight.dequantize(torch.float32).sub_(total).norm()
+    error, change_error = off / total.norm(), off / change.norm()
     return MergedWeight(
-        layer.parameter_name(name), weight.scheme, off / _norm(total), off / _norm(change)
+        layer.parameter_name(name),
+        weight.scheme,
+        error.nan_to_num(0.0).item(),  # of weights that are zero
+        change_error.item() if change.any() else math.nan,
     )
 
 
@@ -153,7 +159,3 @@ def _refuse_unmerge(name: str) -> NoReturn:
         f"{name} must have no merged adapter to take out or disable, got one that merge_adapters "
         "merged, which rounds; load the model and its adapters again"
     )
-
-
-def _norm(t: Tensor) -> float:
-    return t.norm().item() or 1.0

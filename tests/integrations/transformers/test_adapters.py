@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import copy
 import importlib
+import math
 import pickle
 import threading
 
@@ -365,6 +366,18 @@ def test_a_model_with_merged_adapters_is_saved(parameters, tmp_path):
     for name in ("gate_up_proj", "down_proj"):
         weights = [getattr(experts_of(m), name).detach().dequantize() for m in (again, model)]
         assert torch.equal(*weights)
+
+
+def test_merged_adapters_that_add_nothing():
+    """Then nothing that was learned is lost, however far the weight moves."""
+    model = adapted(prepare=lambda m: integration.quantize(m.float(), "nf4_w4a16:g32"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    report = integration.merge_adapters(model, "int4_w4a16:channel")
+    assert str(report).count("the adapters add nothing") == 2
+    assert all(math.isnan(w.change_error) and 0.01 < w.error < 1 for w in report.weights)
 
 
 def test_merged_adapters_are_not_taken_out():
