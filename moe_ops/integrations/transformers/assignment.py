@@ -4,8 +4,7 @@ its reading.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from moe_ops.integrations.checkpoints import files, ggml
 from moe_ops.integrations.checkpoints.common import FLOATS
 from moe_ops.integrations.checkpoints.configs import gate_and_up_are_halves
 from moe_ops.integrations.checkpoints.experts import Checkpoint
-from moe_ops.integrations.checkpoints.formats import FACTORS, ROLES, why_refused
 from moe_ops.integrations.checkpoints.headers import Entry
 from moe_ops.integrations.checkpoints.json_files import parse_object
 from moe_ops.integrations.checkpoints.stacks import join_rows
@@ -37,15 +35,11 @@ from moe_ops.integrations.transformers import conversions
 from moe_ops.integrations.transformers import layers as layers_of
 from moe_ops.integrations.transformers.config import METHOD, MoeOpsConfig
 from moe_ops.integrations.transformers.layers import Layer
+from moe_ops.integrations.transformers.leftovers import Leftovers, matches
 from moe_ops.integrations.transformers.sizes import element_bytes, quantized_bytes
 from moe_ops.schemes import get_scheme
 from moe_ops.tensors import sharding, unflatten
 from moe_ops.tensors.checks import check_groups
-
-# of attention's cache, or of its products: no weight depends on them
-_OF_THE_CACHE = {f"{of}_{what}" for of in "qkv" for what in ("scale", "zero_point", "bias")}
-_OF_THE_CACHE |= {"output_scale", "output_zero_point"}
-_SCALES = {*ROLES, FACTORS} - {"weight"}
 
 Tensors = dict[str, tuple[int, str]]  # tensor -> (projection, role)
 
@@ -93,6 +87,7 @@ class Assignment:
         self.matrices: dict[str, Source] = {}
         self.biases: dict[str, Matrices] = {}
         self.ours: set[str] = set()
+        self._leftovers = Leftovers(model, self.files, self.layers, whole)
 
     @classmethod
     def of_files(cls, model: PreTrainedModel, paths: Sequence, config: MoeOpsConfig) -> Assignment:
@@ -168,18 +163,19 @@ class Assignment:
                     names = conversions.names_of(tensor, target, projection)
                     self.checkpoint.others[module] = names
             elif target in state:
-                self._check_plain(tensor, state[target])
+                self._leftovers.check_plain(tensor, state[target])
                 foreign.add(target)
                 modules.setdefault(tensor.removesuffix(".weight"), False)
             elif pattern in table:
-                self._check_unclaimed(tensor, renamings, converters)
+                self._leftovers.check_unclaimed(tensor, renamings, converters)
             else:
                 unclaimed[tensor] = target
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        spare = {t: target for t, target in unclaimed.items() if not _matches(ignored, t)}
-        self._check_companions(modules, spare)
-        self._check_all_taken(spare)
-        self._check_missing(state.keys() - claimed - self.layers.keys(), unclaimed, spare)
+        spare = {t: target for t, target in unclaimed.items() if not matches(ignored, t)}
+        self._leftovers.check_companions(modules, spare)
+        self._leftovers.check_all_taken(spare)
+        missing = state.keys() - claimed - self.layers.keys()
+        self._leftovers.check_missing(missing, unclaimed, spare)
         for target, sources in found.items():
             smallest = min(sources, key=lambda tensor: self.files.entries[tensor].bytes)
             self.ours |= sources.keys() - {smallest}
@@ -192,7 +188,7 @@ class Assignment:
         self._give_rows_scales()
         for target in self.layers:
             if target not in found and target not in foreign:
-                raise ValueError(self._no_tensor(target, unclaimed))
+                raise ValueError(self._leftovers.no_tensor(target, unclaimed))
         quantized = self.stored or self.matrices or any(w.scheme for w in self.weights.values())
         if self.scheme is None and not quantized and not self.plain:
             raise ValueError(
@@ -205,122 +201,6 @@ class Assignment:
         """The scheme that plain experts will have; "" if they stay plain, or there are none."""
         plain = any(weight.format is None for weight in self.weights.values())
         return self.scheme if plain and self.scheme else ""
-
-    # --- tensors that belong to no parameter, and parameters without tensors --------------------
-
-    def _check_plain(self, tensor: str, parameter: Tensor) -> None:
-        """Raise for a quantized tensor whose scales have names that nobody taught us."""
-        entry = self.files.entries[tensor]
-        if parameter.is_floating_point() and entry.dtype not in FLOATS:
-            raise ValueError(
-                f"{entry} must be a plain weight or have scales of a known name beside it, got "
-                f"{entry.dtype}"
-            )
-        if self._whole and entry.shape != tuple(parameter.shape):
-            raise ValueError(
-                f"{entry} must have shape {tuple(parameter.shape)}, got {entry.shape}"
-            )
-
-    def _check_unclaimed(self, tensor: str, renamings: list, converters: list) -> None:
-        """Raise for a tensor of experts that transformers would join or split by its own
-        conversions.
-        """
-        others = [c for c in converters if not isinstance(c, conversions.OwnReader)]
-        target, pattern = loading.rename_source_key(tensor, renamings, others)
-        if pattern is None:
-            return
-        entry = self.files.entries[tensor]
-        if entry.dtype in FLOATS:
-            raise ValueError(
-                f"{entry} cannot be quantized while it is read, because transformers converts it "
-                f"to {target}; load the checkpoint without quantization_config, and call "
-                "moe_ops.integrations.transformers.quantize"
-            )
-        raise ValueError(
-            f"{entry} must not be quantized: transformers converts it to {target}, which only "
-            "plain weights can be"
-        )
-
-    def _check_companions(self, modules: dict[str, bool], spare: dict[str, str]) -> None:
-        """Raise for tensors that nobody would read although a weight depends on them."""
-        owners = tuple({target.rpartition(".")[0] + "." for target in self.layers})
-        for tensor, target in spare.items():
-            names = [m.span() for m in re.finditer(r"[.]|_(?!.*[.])", tensor)]
-            beside = next(((i, j) for i, j in names if tensor[:i] in modules), None)
-            role = tensor[beside[1] :] if beside else tensor.rpartition(".")[2]
-            in_experts = target.startswith(owners)
-            ours = in_experts or (beside and modules[tensor[: beside[0]]])
-            if ours and role == BIAS and tensor in self.files.entries:
-                self._check_zero(tensor, "matrices of this name")
-            elif not in_experts and role in _OF_THE_CACHE:
-                continue
-            elif ours or (beside and role in _SCALES):
-                raise ValueError(f"{self._where(tensor)} must be absent: {why_refused(role)}")
-
-    def _check_all_taken(self, spare: dict[str, str]) -> None:
-        """Raise for a tensor of a GGUF file that no parameter takes, other than a bias of zeros:
-        the model has fewer layers, or no such bias. A backbone has no head, and leaves that of the
-        file out.
-        """
-        has_head = self.model.get_output_embeddings() is not None
-        for tensor in spare if self._whole else ():
-            if tensor.endswith(f".{BIAS}") and (has_head or not tensor.startswith("lm_head.")):
-                self._check_zero(tensor, "parameters of this name")
-            elif tensor.startswith("model.layers."):
-                raise ValueError(
-                    f"{self._where(tensor)} must belong to a layer of the model, got none that "
-                    f"has {tensor} in a model of "
-                    f"{getattr(self.model.config, 'num_hidden_layers', None)} layers, as the "
-                    "file's fields or the given config say"
-                )
-
-    def _check_missing(
-        self, missing: set[str], unclaimed: dict[str, str], spare: dict[str, str]
-    ) -> None:
-        """Raise if the checkpoint lacks a parameter beside experts, such as a router or biases;
-        or any, and has tensors in its module, or anywhere in the same backbone, that nobody takes:
-        transformers would leave it random.
-        """
-        model, prefix = self.model, self.model.base_model_prefix
-        backbone = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-        ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-        tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
-        blocks = tuple({target.rsplit(".", 2)[0] + "." for target in self.layers})
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        for name in sorted(missing - tied):
-            if _matches(ignored, name):
-                continue
-            if self._whole or (name.startswith(blocks) and name in parameters):
-                raise ValueError(self._no_tensor(name, unclaimed))
-            module = name.rpartition(".")[0] + "."
-            beside = (t for t, target in spare.items() if target.startswith(module))
-            within = (t for t, target in spare.items() if target.startswith(backbone))
-            found = next(beside, next(within, None) if name.startswith(backbone) else None)
-            if found is not None:
-                raise ValueError(self._no_tensor(name, {found: module}))
-
-    def _no_tensor(self, target: str, unclaimed: dict[str, str]) -> str:
-        """The error for a parameter without tensors."""
-        owner = target.rpartition(".")[0] + "."
-        found = next((t for t, name in unclaimed.items() if name.startswith(owner)), None)
-        if found is None:
-            where = f" in {self.files.files[0]}" if self._whole else ""
-            return f"{target} must be in the checkpoint, got no tensor for it{where}"
-        return (
-            f"{target} must be in the checkpoint under a name that moe_ops or transformers knows, "
-            f"got {self._where(found)}, which no parameter takes; write the values under the "
-            "names of the model's own checkpoints, or load the plain checkpoint and quantize it"
-        )
-
-    def _where(self, tensor: str) -> str:
-        entry = self.files.entries.get(tensor)
-        return f"{tensor} in {self.files.unknown[tensor]}" if entry is None else str(entry)
-
-    def _check_zero(self, tensor: str, owner: str) -> None:
-        if self.files.read(tensor).any():
-            raise ValueError(
-                f"{self.files.entries[tensor]} must be zero: the model's {owner} have no bias"
-            )
 
     # --- the parameters -------------------------------------------------------------------------
 
@@ -343,7 +223,7 @@ class Assignment:
             self._assign_stored(target, {role: tensor for tensor, (_, role) in tensors.items()})
             return
         for tensor in [tensor for tensor, (_, role) in tensors.items() if role == BIAS]:
-            self._check_zero(tensor, "experts")
+            self._leftovers.check_zero(tensor, "experts")
         matrices = {tensor: said for tensor, said in tensors.items() if said[1] != BIAS}
         found = _sources(target, matrices, 1 + max(p for p, _ in tensors.values()))
         found.share_scales(self.files.entries)
@@ -534,10 +414,6 @@ def _targets_of(target: str, pattern: str | None, converters: list) -> list[str]
         if others and pattern in converter.source_patterns:
             return [target, *(target.replace(first, other) for other in others)]
     return [target]
-
-
-def _matches(patterns: Iterable[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def check_scheme_fits(name: str, scheme: str, shape: tuple[int, int, int]) -> None:
