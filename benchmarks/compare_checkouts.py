@@ -159,7 +159,7 @@ def worker(folder: str) -> None:
         for _ in range(count):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if kept["waits"]:
-                torch.cuda._sleep(10_000_000)  # 5 ms, in which the host launches the whole step
+                torch.cuda._sleep(50_000_000)  # 25 ms, in which the host launches the whole step
             start.record()
             run()
             end.record()
