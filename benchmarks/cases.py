@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
+import gguf_blocks
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ SHAPES = {name: Experts(*astuple(shape)) for name, shape in MODEL_SHAPES.items()
     "gptoss20_bias": Experts(32, 4, 2880, 2880, activation="swigluoai", bias=True),
     "gptoss120_bias": Experts(128, 4, 2880, 2880, activation="swigluoai", bias=True),
     "kimik3_situ": Experts(896, 16, 3584, 1536, activation="situ"),
-    "tiny": Experts(8, 2, 256, 128),  # --dry-run only
+    "tiny": Experts(8, 2, 256, 256),  # --dry-run only
     "tiny_ep": Experts(4, 2, 128, 256, ep_size=2),  # --dry-run only
     "tiny_bias": Experts(8, 2, 256, 128, activation="swigluoai", bias=True),  # --dry-run only
 }
@@ -98,6 +99,7 @@ class Case:
         total = elements * desc.format.bits // 8
         if desc.format.bits < 8:
             size = 2 if desc.scale_dtype is None else desc.scale_dtype.itemsize
+            size = 4 if _of_bitsandbytes(self.scheme) else size
             total += elements // desc.group.cols * (size * (1 + desc.minimum) + desc.zero_point)
             total += elements // SUPER_BLOCK * 2 * desc.super_width
         return total
@@ -113,6 +115,11 @@ class Case:
         return 6 * self.layer.hidden_size * self.layer.intermediate_size
 
 
+def _of_bitsandbytes(scheme: str) -> bool:
+    """Whether scales are fp32, as bitsandbytes has them; other scales have the weights' dtype."""
+    return scheme.startswith(("nf4", "fp4"))
+
+
 class RoutingSet(NamedTuple):
     """A routing of M tokens: weights (M, top_k) fp32 that sum to about 1, ids (M, top_k) int32."""
 
@@ -123,7 +130,7 @@ class RoutingSet(NamedTuple):
 @dataclass(frozen=True)
 class Weights:
     """The weights of one shape: bf16, and in the scheme (the same tensors where there is none);
-    biases are bf16."""
+    biases are bf16. Of ggml's types the blocks too, whose numbers those of the scheme are."""
 
     shape: Experts
     scheme: str
@@ -133,6 +140,8 @@ class Weights:
     w2: Any
     w13_bias: Tensor | None = None  # (E, 2I)
     w2_bias: Tensor | None = None  # (E, K)
+    blocks13: Tensor | None = None  # (E, 2I, bytes of a row)
+    blocks2: Tensor | None = None  # (E, K, bytes of a row)
 
 
 @dataclass(frozen=True)
@@ -181,11 +190,17 @@ def make_weights(
     biases = make_biases(shape, plain13.device)
     if not scheme:
         return Weights(shape, scheme, plain13, plain2, plain13, plain2, *biases)
+    if scheme in gguf_blocks.TYPES:
+        blocks = [gguf_blocks.blocks_of(w, scheme) for w in (plain13, plain2)]
+        read = [gguf_blocks.read(each, scheme) for each in blocks]
+        return Weights(shape, scheme, plain13, plain2, *read, *biases, *blocks)
     activation = get_scheme(scheme).activation
     static = known_scales or (activation is not None and activation.static)
     scales = STATIC_SCALES if static else (None, None)
+    dtype = torch.float32 if _of_bitsandbytes(scheme) else plain13.dtype
     w13, w2 = (
-        quantized(w, scheme, scale) for w, scale in zip((plain13, plain2), scales, strict=True)
+        quantized(w.to(dtype), scheme, scale)
+        for w, scale in zip((plain13, plain2), scales, strict=True)
     )
     return Weights(shape, scheme, plain13, plain2, w13, w2, *biases)
 

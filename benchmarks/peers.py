@@ -12,14 +12,15 @@ import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import marlin_layer
+import nf4_layers
 import sonicmoe_layer
 import torch
 import torch.nn.functional as F
 import vllm_cutlass
+import vllm_gguf
 from cases import SCHEMES, Cell, Weights
 from records import OURS
 from torch import Tensor
@@ -206,11 +207,13 @@ def torch_scaled_grouped_mm(weights: Weights) -> Builder:
     return build
 
 
-def layer_of(module: ModuleType) -> Callable[[Weights], Builder]:
-    """The layer of a module whose `make` takes weights, then a cell, and returns the call."""
+def layer_of(
+    made: Callable[[Weights], Callable[[Cell], Callable[[int], Tensor]]],
+) -> Callable[[Weights], Builder]:
+    """The layer of what takes weights, then a cell, and returns the call."""
 
     def make(weights: Weights) -> Builder:
-        build = module.make(weights)
+        build = made(weights)
         return lambda cell: Layer(build(cell))
 
     return make
@@ -295,9 +298,17 @@ IMPLEMENTATIONS = {
     "FlashInfer CUTLASS": Implementation(
         flashinfer_cutlass, ("", "fp8_block", "fp8_tensor_static")
     ),
-    "vLLM CUTLASS": Implementation(layer_of(vllm_cutlass), vllm_cutlass.SCHEMES),
-    "Marlin": Implementation(layer_of(marlin_layer), marlin_layer.SCHEMES, biases=True),
-    "SonicMoE": Implementation(layer_of(sonicmoe_layer), ("",)),
+    "vLLM CUTLASS": Implementation(layer_of(vllm_cutlass.make), vllm_cutlass.SCHEMES),
+    "vllm-gguf-plugin": Implementation(layer_of(vllm_gguf.make), vllm_gguf.SCHEMES),
+    "unsloth-zoo nf4": Implementation(
+        layer_of(nf4_layers.by_sorted_rows("unsloth")), nf4_layers.SCHEMES
+    ),
+    "bitsandbytes, F.grouped_mm": Implementation(
+        layer_of(nf4_layers.by_sorted_rows("dequantize")), nf4_layers.SCHEMES
+    ),
+    "grouped-nf4-gemm": Implementation(layer_of(nf4_layers.grouped_nf4_gemm), nf4_layers.SCHEMES),
+    "Marlin": Implementation(layer_of(marlin_layer.make), marlin_layer.SCHEMES, biases=True),
+    "SonicMoE": Implementation(layer_of(sonicmoe_layer.make), ("",)),
 }
 # in a few cells of the committed results; what called them is gone
 MEASURED_ONCE = ("DeepGEMM two GEMMs only", "triton_kernels", "humming", "vLLM wna16")
