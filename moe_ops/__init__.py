@@ -17,6 +17,7 @@ from moe_ops.autograd.stack import LoRAStack
 from moe_ops.backends import list_backends
 from moe_ops.batch_invariance import set_batch_invariant
 from moe_ops.experts import batched_experts, explain, fused_experts, grouped_linear
+from moe_ops.grouped import grouped_experts
 from moe_ops.integrations import on_import as _on_import
 from moe_ops.nn.config import MoEConfig
 from moe_ops.numerics import quantize_activation
@@ -76,6 +77,7 @@ __all__ = [
     "explain",
     "from_quantized",
     "fused_experts",
+    "grouped_experts",
     "grouped_linear",
     "list_backends",
     "load_warm",

@@ -19,7 +19,7 @@ from moe_ops.autograd.adapters import UNADAPTED, Adapters
 from moe_ops.autograd.products import grouped_mm, grouped_outer
 from moe_ops.autograd.step import Step, straight_through
 from moe_ops.numerics import Scales
-from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.ops.call import Weight
 from moe_ops.ops.products import Products
 
 
@@ -59,9 +59,13 @@ def grouped_linear(
     return grouped_mm(x, weight.data, offsets, *weight.scales, bias, *options)
 
 
-def fused_experts(call: ExpertsCall, adapters: Adapters = UNADAPTED) -> Tensor:
-    """Differentiable experts, (M, K) in hidden_states' dtype, also of their gradients."""
-    step = Step(call, adapters, _PRODUCTS)
+def experts(call: Any, adapters: Adapters = UNADAPTED, of: type[Step] = Step) -> Tensor:
+    """Differentiable experts, (M, K) in hidden_states' dtype, also of their gradients.
+
+    Args:
+        call: what a pass `of` these steps takes.
+    """
+    step = of(call, adapters, _PRODUCTS)
     step.invariant = False
     step.place()
     step.adapt()

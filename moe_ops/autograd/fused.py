@@ -60,7 +60,8 @@ class FusedStep(Step):
 
     def __init__(self, call: ExpertsCall, adapters: Adapters, products: Products):
         super().__init__(call, adapters, products)
-        self.S, self.top_k = call.topk_ids.numel(), call.topk_ids.shape[1]
+        self.top_k = call.top_k
+        self.S = self.x.shape[0] * self.top_k
         self.E, self.N, self.K = get_scheme(call.w13.scheme).logical_shape(*call.w13.data.shape)
         self.I = get_scheme(call.w2.scheme).logical_shape(*call.w2.data.shape)[2]
         a = call.options.activation

@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_ops import activations, numerics
 from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.numerics import Scales, permute
-from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.ops.call import ExpertsCall, GroupedCall, Weight
 from moe_ops.ops.products import Products
 from moe_ops.planning import bind
 from moe_ops.planning.training import PORTABLE
@@ -77,12 +77,12 @@ class Adapter:
         return self.tokens[transpose] is None
 
 
-def quantized(call: ExpertsCall) -> bool:
+def quantized(call: ExpertsCall | GroupedCall) -> bool:
     """Whether a weight is quantized, so that plain torch computes both products in fp32."""
     return bool(call.w13.scheme or call.w2.scheme)
 
 
-def kept_dtype(call: ExpertsCall) -> torch.dtype:
+def kept_dtype(call: ExpertsCall | GroupedCall) -> torch.dtype:
     """Dtype of h: that of hidden_states, or fp32 if a scheme quantizes activations."""
     if not quantized(call):
         return call.hidden_states.dtype
@@ -250,7 +250,8 @@ class Step:
 
     def read(self, index: Tensor) -> None:
         """Restore the sorted pairs from an index."""
-        S, E = self.call.topk_ids.numel(), self.call.w13.data.shape[0]
+        E = self.call.w13.data.shape[0]
+        S = index.shape[0] - E
         offsets, rows = index[:E], index[E:].long()
         pair = torch.arange(S, device=index.device)
         valid = rows >= 0
@@ -258,7 +259,7 @@ class Step:
         # never counted
         order = rows.new_zeros(S + 1).scatter_(0, torch.where(valid, rows, S), pair)[:S]
         experts = torch.searchsorted(offsets, pair, right=True)
-        valid = valid.view(self.call.topk_ids.shape)
+        valid = valid.view(-1, self.call.top_k)
         self.pairs = permute.Pairs(order, rows.clamp(min=0), experts, offsets, valid)
 
     def inputs(self) -> Tensor:

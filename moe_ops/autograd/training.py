@@ -30,9 +30,9 @@ from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.autograd.step import Needs, Step, kept_dtype
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
-from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.ops.call import ExpertsCall, GroupedCall, Weight
 from moe_ops.ops.library import TORCH_DEVICES, register_function
-from moe_ops.ops.options import decode, encode
+from moe_ops.ops.options import Options, decode, encode
 from moe_ops.planning import training as planning
 from moe_ops.schemes import get_scheme, layer_scheme, schemes_of_layer
 
@@ -51,7 +51,7 @@ _GRADIENTS = (0, 1, 2, 3, 6, 7)
 _LORA_GRADIENTS = (*_GRADIENTS, 10, 11, 12, 13)
 # of plain weights: one slot of each. AOTInductor passes an empty list as None, which no operator
 # with a derivative is given.
-_NO_SCALES = (None, None)
+NO_SCALES = (None, None)
 
 _fused_step = Lazy("moe_ops.autograd.fused:FusedStep")
 
@@ -59,7 +59,7 @@ _fused_step = Lazy("moe_ops.autograd.fused:FusedStep")
 class Inputs(NamedTuple):
     """The inputs of the operators."""
 
-    call: ExpertsCall
+    call: Any  # ExpertsCall, or GroupedCall
     adapters: Adapters
 
     @property
@@ -70,21 +70,42 @@ class Inputs(NamedTuple):
 
 def _inputs(values: Sequence[Any]) -> Inputs:
     x, w13, w2, topk_weights, topk_ids, scales, b13, b2, expert_map, text = values[:_OF_EXPERTS]
+    first, second, options = weights_of(w13, w2, scales, text)
+    call = ExpertsCall(x, first, second, topk_weights, topk_ids, b13, b2, expert_map, options)
+    return Inputs(call, adapters_of(values[_OF_EXPERTS:]))
+
+
+def weights_of(
+    w13: Tensor, w2: Tensor, scales: Sequence[Tensor | None], text: str
+) -> tuple[Weight, Weight, Options]:
+    """Both weights, from their data, scales and the text of options; and the options."""
     scheme, _, options = decode(text)
     slots = len(scales) // 2
     none = [None] * (5 - slots)
     of_w13, of_w2 = schemes_of_layer(scheme)
     first = Weight._make((w13, *scales[:slots], *none, of_w13, ""))
     second = Weight._make((w2, *scales[slots:], *none, of_w2, ""))
-    call = ExpertsCall(x, first, second, topk_weights, topk_ids, b13, b2, expert_map, options)
-    adapters = UNADAPTED
-    if len(values) > _OF_EXPERTS:
-        a13, lora_b13, a2, lora_b2, scale13, scale2 = values[_OF_EXPERTS:]
-        adapters = Adapters(
-            None if a13 is None else LowRank(a13, lora_b13, scale13),
-            None if a2 is None else LowRank(a2, lora_b2, scale2),
-        )
-    return Inputs(call, adapters)
+    return first, second, options
+
+
+def adapters_of(values: Sequence[Any]) -> Adapters:
+    """The adapters, from the values of `adapter_values`, or from none."""
+    if not values:
+        return UNADAPTED
+    a13, b13, a2, b2, scale13, scale2 = values
+    return Adapters(
+        None if a13 is None else LowRank(a13, b13, scale13),
+        None if a2 is None else LowRank(a2, b2, scale2),
+    )
+
+
+def adapter_values(adapters: Adapters) -> list[Any]:
+    """The adapters as operators take them: four matrices, then both scales."""
+    values: list[Any] = []
+    for one in adapters:
+        values += (None, None) if one is None else (one.a, one.b)
+    # constants, also where dynamic=True makes symbols of them
+    return values + [1.0 if one is None else float(guard_scalar(one.scale)) for one in adapters]
 
 
 _warned = False
@@ -111,48 +132,87 @@ def warn_of_plain_torch(
 # --- what they run -------------------------------------------------------------------------------
 
 
-def _step(inputs: Inputs, warn: bool) -> Step:
-    """A pass of a call, by its plan."""
-    call, adapters = inputs
-    reason, products = planning.plan(call, inputs.matrices)
-    if reason is None:
-        return _fused_step(call, adapters, products)
-    if warn:
-        adapted = ("adapters are given", "merge them into the weights")
-        words = () if adapters == UNADAPTED else adapted
-        warn_of_plain_torch(call.hidden_states, reason, *words)
-    return Step(call, adapters, products)
+class Passes(NamedTuple):
+    """What runs the passes of a call, by its plan: plain torch, or kernels."""
+
+    plain: Callable[..., Step]
+    fused: Callable[..., Step]
+
+    def step(self, inputs: Inputs, warn: bool) -> Step:
+        """A pass of a call."""
+        call, adapters = inputs
+        reason, products = planning.plan(call, inputs.matrices)
+        if reason is None:
+            return self.fused(call, adapters, products)
+        if warn:
+            adapted = ("adapters are given", "merge them into the weights")
+            words = () if adapters == UNADAPTED else adapted
+            warn_of_plain_torch(call.hidden_states, reason, *words)
+        return self.plain(call, adapters, products)
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(out, h, u, index), as step.py defines them. h and u have no rows if they are computed
+        again; u is (0, 0) without an adapter of w13. Their rows past those of the last expert may
+        hold anything.
+        """
+
+        def kept(t: Tensor) -> Tensor:
+            return (t[:0].clone() if inputs.call.options.recompute else t).to(step.kept)
+
+        x = inputs.call.hidden_states
+        with torch.cuda.device_of(x):  # kernels are launched on the current device
+            step = self.step(inputs, warn=True)
+            out, h, u, index = step.forward()
+            h = kept(h)
+            return out, h, h.new_empty(0, 0) if u is None else kept(u), index
+
+    def backward(
+        self,
+        inputs: Inputs,
+        grad: Tensor,
+        h: Tensor,
+        u: Tensor | None,
+        index: Tensor,
+        needs: Sequence[bool],
+    ) -> list[Tensor]:
+        """Gradients of the inputs in the order of `_LORA_GRADIENTS`, for each of which `needs` has
+        an entry, and (0,) where it is not needed.
+        """
+        if inputs.call.options.recompute:
+            known, u = None, None
+        else:
+            known = h
+        asked = Needs._make((*needs[:6], any(needs[6:8]), any(needs[8:])))
+        with torch.cuda.device_of(grad):
+            step = self.step(inputs, warn=False)
+            found = step.backward(grad, known, u, index, asked)
+        # outputs may not share memory
+        return [h.new_empty(0) if t is None else t for t in found]
+
+
+_PASSES = Passes(Step, _fused_step)
 
 
 def _forward(*values: Any) -> tuple[Tensor, ...]:
-    """(out, h, index), with adapters (out, h, u, index), as step.py defines them. h and u have no
-    rows if they are computed again; u is (0, 0) without an adapter of w13. Their rows past those
-    of the last expert may hold anything.
-    """
-    inputs = _inputs(values)
-
-    def kept(t: Tensor) -> Tensor:
-        return (t[:0].clone() if inputs.call.options.recompute else t).to(step.kept)
-
-    with torch.cuda.device_of(values[0]):  # kernels are launched on the current device
-        step = _step(inputs, warn=True)
-        out, h, u, index = step.forward()
-        h = kept(h)
-        if len(values) == _OF_EXPERTS:
-            return out, h, index
-        return out, h, h.new_empty(0, 0) if u is None else kept(u), index
+    """(out, h, index), with adapters (out, h, u, index)."""
+    out, h, u, index = _PASSES.forward(_inputs(values))
+    return (out, h, index) if len(values) == _OF_EXPERTS else (out, h, u, index)
 
 
 def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
-    call, (first, _) = _inputs(values)
+    out, h, u, index = forward_fake(_inputs(values))
+    return (out, h, index) if len(values) == _OF_EXPERTS else (out, h, u, index)
+
+
+def forward_fake(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `Passes.forward` returns, without values."""
+    call, (first, _) = inputs
     E, N, _ = get_scheme(call.w13.scheme).logical_shape(*call.w13.data.shape)
     x = call.hidden_states
-    S = x.shape[0] * call.topk_ids.shape[1]
+    S = x.shape[0] * call.top_k
     h = x.new_empty((0 if call.options.recompute else S, N), dtype=kept_dtype(call))
     out = x.new_empty(x.shape, dtype=call.output()[1])
-    index = call.topk_ids.new_empty((E + S,), dtype=torch.int32)
-    if len(values) == _OF_EXPERTS:
-        return out, h, index
+    index = x.new_empty((E + S,), dtype=torch.int32)
     size = (0, 0) if first is None else (h.shape[0], first.a.shape[1])
     return out, h, h.new_empty(size), index
 
@@ -163,15 +223,8 @@ def _backward(grad: Tensor, h: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """
     *u, index = rest[: 1 if len(rest[-1]) == len(_GRADIENTS) else 2]
     *values, needs = rest[len(u) + 1 :]
-    inputs = _inputs(values)
-    known = None if inputs.call.options.recompute else h
-    known_u = u[0] if u and not inputs.call.options.recompute else None
-    asked = Needs._make((*needs[:6], any(needs[6:8]), any(needs[8:])))
-    with torch.cuda.device_of(values[0]):
-        step = _step(inputs, warn=False)
-        found = step.backward(grad, known, known_u, index, asked)[: len(needs)]
-    # outputs may not share memory
-    return tuple([h.new_empty(0) if t is None else t for t in found])
+    found = _PASSES.backward(_inputs(values), grad, h, u[0] if u else None, index, needs)
+    return tuple(found[: len(needs)])
 
 
 def _backward_fake(grad: Tensor, h: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -189,14 +242,15 @@ def _backward_fake(grad: Tensor, h: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 def _layer(values: Sequence[Any]) -> Tensor:
     """The first output as a graph of torch operators, for derivatives of gradients."""
-    call, adapters = _inputs(values)
-    return composition.fused_experts(call, adapters)
+    return composition.experts(*_inputs(values))
 
 
-def _recorded(
+def recorded(
     options: tuple[int, ...],
     gradients: tuple[int, ...],
     backward: Callable[..., Sequence[Tensor]],
+    layer: Callable[[Sequence[Any]], Tensor] = _layer,
+    at_scales: int = _SCALES,
 ) -> tuple[Callable[..., tuple], Callable[..., None]]:
     """(backward, setup_context), as `torch.library.register_autograd` takes them.
 
@@ -205,13 +259,15 @@ def _recorded(
         gradients: indices of the inputs that may get gradients.
         backward: operator of the gradient of the first output, all other outputs, the inputs, and
             the gradients that are needed.
+        layer: the first output of the inputs, by torch operators.
+        at_scales: index of the input that is a list of scales.
     """
-    apart = (*options, _SCALES)
+    apart = (*options, at_scales)
 
     def save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.rest, scales = [inputs[i] for i in options], inputs[_SCALES]
+        ctx.rest, scales = [inputs[i] for i in options], inputs[at_scales]
         ctx.num_scales, ctx.no_gaps = len(scales), all([t is not None for t in scales])
         ctx.num_kept = len(output) - 1
         tensors = [t for i, t in enumerate(inputs) if i not in apart]
@@ -231,7 +287,7 @@ def _recorded(
         needs = [bool(ctx.needs_input_grad[i]) for i in gradients]
         found: list = [None] * len(values)
         if ctx.no_gaps:  # torch asks for as many gradients of a list as it has tensors
-            found[_SCALES] = [None] * ctx.num_scales
+            found[at_scales] = [None] * ctx.num_scales
         if grad is None:
             return tuple(found)
         wanted = [i for i, need in zip(gradients, needs, strict=True) if need]
@@ -243,7 +299,7 @@ def _recorded(
             inputs = [values[i].view_as(values[i]) for i in wanted]
             for i, alias in zip(wanted, inputs, strict=True):
                 values[i] = alias
-            made = torch.autograd.grad(_layer(values), inputs, grad, create_graph=True)
+            made = torch.autograd.grad(layer(values), inputs, grad, create_graph=True)
         else:
             all_of = backward(grad, *kept, *values, needs)
             made = tuple([t for t, need in zip(all_of, needs, strict=True) if need])
@@ -273,7 +329,7 @@ forward = register_function(
     f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor index)",
     _forward,
     _forward_fake,
-    _recorded((9,), _GRADIENTS, backward),
+    recorded((9,), _GRADIENTS, backward),
     devices=TORCH_DEVICES,
     flops=flops.experts_forward,
 )
@@ -296,7 +352,7 @@ lora_forward = register_function(
     f"({_LORA_INPUTS}) -> (Tensor out, Tensor h, Tensor u, Tensor index)",
     _forward,
     _forward_fake,
-    _recorded((9, 14, 15), _LORA_GRADIENTS, lora_backward),
+    recorded((9, 14, 15), _LORA_GRADIENTS, lora_backward),
     devices=TORCH_DEVICES,
     flops=flops.lora_experts_forward,
 )
@@ -308,18 +364,13 @@ def fused_experts(call: ExpertsCall, recompute: bool, adapters: Adapters | None 
     """
     if adapters is None:
         return forward(*op_values(call, recompute))[0]
-    values: list[Any] = []
-    for one in adapters:
-        values += (None, None) if one is None else (one.a, one.b)
-    # constants, also where dynamic=True makes symbols of them
-    values += [1.0 if one is None else float(guard_scalar(one.scale)) for one in adapters]
-    return lora_forward(*op_values(call, recompute or not torch.is_grad_enabled()), *values)[0]
+    inputs = op_values(call, recompute or not torch.is_grad_enabled())
+    return lora_forward(*inputs, *adapter_values(adapters))[0]
 
 
-def op_values(call: ExpertsCall, recompute: bool) -> tuple:
-    """The inputs that both forward operators have."""
+def op_values(call: ExpertsCall | GroupedCall, recompute: bool) -> tuple:
+    """The inputs of a forward operator that it has without adapters."""
     scheme = layer_scheme(call.w13.scheme, call.w2.scheme)
     options = call.options._replace(recompute=recompute, max_workspace_bytes=None)
-    inputs = [*call.op_values(encode(scheme, "", options))]
-    inputs[_SCALES] = inputs[_SCALES] or _NO_SCALES
-    return tuple(inputs)
+    inputs = call.op_values(encode(scheme, "", options))
+    return tuple([NO_SCALES if isinstance(i, list) and not i else i for i in inputs])

@@ -112,6 +112,32 @@ def lora_experts_backward(
     return experts + 2 * x[0] * ids[1] * columns
 
 
+def grouped_experts_forward(
+    x: tuple,
+    w13: tuple,
+    w2: tuple,
+    counts: tuple,
+    scales: Any,
+    b13: Any,
+    b2: Any,
+    *rest: Any,
+    **k: Any,
+) -> int:
+    """FLOPs of `grouped_experts_forward`: those of `lora_experts_forward` of one expert a row."""
+    one = (x[0], 1)
+    return lora_experts_forward(x, w13, w2, one, one, scales, b13, b2, None, *rest, **k)
+
+
+def grouped_experts_backward(
+    grad: tuple, h: tuple, u: tuple, index: tuple, *rest: Any, **k: Any
+) -> int:
+    """FLOPs of `grouped_experts_backward`: likewise."""
+    x, w13, w2, _, scales, b13, b2, *others, needs = rest
+    one, needs = (x[0], 1), [*needs[:3], False, *needs[3:]]
+    inputs = (x, w13, w2, one, one, scales, b13, b2, None, *others, needs)
+    return lora_experts_backward(grad, h, u, index, *inputs, **k)
+
+
 def _columns_of_w2(x: tuple, w13: tuple, w2: tuple) -> int:
     """I, also of packed weights: K is known from x."""
     return w2[2] * x[1] // w13[2]

@@ -153,6 +153,10 @@ class ExpertsCall(NamedTuple):
         """Number of experts that topk_ids choose from."""
         return (self.w2.data if self.expert_map is None else self.expert_map).shape[0]
 
+    @property
+    def top_k(self) -> int:
+        return self.topk_ids.shape[1]
+
     def static(self) -> tuple:
         """Everything but the tensors, and the shape of the first weight."""
         w13, w2 = self.w13, self.w2
@@ -193,6 +197,44 @@ class ExpertsCall(NamedTuple):
             return (x, weights, ids, of_input if of_input[0] is not None else [], options)
         scales = _scales_value((w13, w2), *of_input)
         return (x, w13.data, w2.data, weights, ids, scales, b13, b2, expert_map, options)
+
+
+class GroupedCall(NamedTuple):
+    """A call of `grouped_experts`, whose rows are sorted: no pairs are to be placed."""
+
+    hidden_states: Tensor
+    w13: Weight
+    w2: Weight
+    num_tokens_per_expert: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    options: Options
+
+    @property
+    def topk_weights(self) -> None:
+        """Router weights are applied to the result, by whoever dispatched the rows."""
+
+    @property
+    def top_k(self) -> int:
+        return 1
+
+    def output(self) -> tuple[tuple, torch.dtype]:
+        """Shape and dtype of the result."""
+        return tuple(self.hidden_states.shape), self.hidden_states.dtype
+
+    def op_values(self, options: str) -> tuple:
+        """The inputs of the ops of `autograd.grouped`, but for those of adapters."""
+        x, w13, w2, counts, b13, b2, _ = self
+        return (
+            x,
+            w13.data,
+            w2.data,
+            counts,
+            _scales_value((w13, w2), None, None),
+            b13,
+            b2,
+            options,
+        )
 
 
 class BatchedCall(NamedTuple):
@@ -288,7 +330,7 @@ class LinearCall(NamedTuple):
 Call = ExpertsCall | BatchedCall | LinearCall
 
 
-def refuse_lost(call: Call) -> None:
+def refuse_lost(call: Call | GroupedCall) -> None:
     """Raise ValueError, naming the argument, for a tensor that has lost its values (see
     `memory.refuse_lost`), before operators of torch or the dispatcher get it. Eager calls that
     skip both leave the check to the op's kernel.

@@ -25,7 +25,7 @@ from moe_ops.meta.scales import (
     sizes_of_layout,
     unpacked_size,
 )
-from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, LinearCall, Weight
+from moe_ops.ops.call import BatchedCall, Call, ExpertsCall, GroupedCall, LinearCall, Weight
 from moe_ops.ops.exchange import sends_quantized
 from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Problem
@@ -53,13 +53,14 @@ def problem_of(call: Call) -> Problem:
     return _batched_problem(call) if isinstance(call, BatchedCall) else _linear_problem(call)
 
 
-def _refuse_shared_scales(call: Call) -> None:
+def _refuse_shared_scales(call: Call | GroupedCall) -> None:
     """Raise for schemes whose activations share one scale, computed from all rows of a batch."""
     weights: tuple[Weight, ...]
     if isinstance(call, LinearCall):
         weights, arrived = (call.weight,), call.x_scale is not None
     else:
-        weights, arrived = (call.w13, call.w2), call.hidden_states_scale is not None
+        weights = (call.w13, call.w2)
+        arrived = not isinstance(call, GroupedCall) and call.hidden_states_scale is not None
     for i, weight in enumerate(weights):
         desc = get_scheme(weight.scheme).activation
         if desc is None or not (desc.group.is_tensor or desc.global_scale):
@@ -79,7 +80,7 @@ def _refuse_shared_scales(call: Call) -> None:
         )
 
 
-def _check_layouts(call: Call) -> None:
+def _check_layouts(call: Call | GroupedCall) -> None:
     """Raise for sparse, nested and other tensors without strides, and for tensors whose elements
     are not all in this process.
     """
@@ -224,6 +225,42 @@ def _batched_problem(call: BatchedCall) -> Problem:
         contiguous_weights=call.w13.contiguous and call.w2.contiguous,
         quantized_input=call.hidden_states_scale is not None,
         global_rows=_global_rows(w13=call.w13, w2=call.w2),
+    )
+
+
+def grouped_problem(call: GroupedCall) -> Problem:
+    """The Problem of a call of `grouped_experts`, which no backend plans as a whole.
+
+    Raises:
+        ValueError: as `problem_of`.
+    """
+    x, counts, options = call.hidden_states, call.num_tokens_per_expert, call.options
+    _check_layouts(call)
+    check_rank("hidden_states", x, "(R, K)")
+    dtype, width = _check_input("hidden_states", x, None, None, options, call.w13.scheme)
+    E, N, K, I = _check_weights(call.w13, call.w2, x, width, options.activation, dtype)  # noqa: E741
+    name = "num_tokens_per_expert"
+    if _shape(counts) != (E,):
+        raise ValueError(
+            f"{name} must have shape ({E},), the rows of each expert of w13, got {_shape(counts)}"
+        )
+    _check_dtype(name, counts.dtype, _INTS)
+    _check_device(name, counts.device, x.device)
+    _check_bias("w13_bias", call.w13_bias, (E, N), x.device)
+    _check_bias("w2_bias", call.w2_bias, (E, K), x.device)
+    if options.batch_invariant:
+        _refuse_shared_scales(call)
+    return Problem(
+        kind="grouped_experts",
+        num_experts=E,
+        hidden_size=K,
+        intermediate_size=I,
+        num_rows=N,
+        top_k=1,
+        dtype=dtype,
+        scheme=layer_scheme(call.w13.scheme, call.w2.scheme),
+        layout=call.w13.layout,
+        options=options,
     )
 
 

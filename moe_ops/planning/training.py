@@ -18,7 +18,7 @@ from moe_ops.backends.cutlass import products as cutlass
 from moe_ops.backends.torch import grouped_mm
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels.rows import frozen
-from moe_ops.ops.call import ExpertsCall
+from moe_ops.ops.call import ExpertsCall, GroupedCall
 from moe_ops.ops.memory import addressable
 from moe_ops.ops.products import Products
 from moe_ops.schemes import get_scheme
@@ -38,7 +38,7 @@ class TrainingPlan(NamedTuple):
     products: Products  # for plain weights
 
 
-def plan(call: ExpertsCall, matrices: Sequence[Tensor] = ()) -> TrainingPlan:
+def plan(call: ExpertsCall | GroupedCall, matrices: Sequence[Tensor] = ()) -> TrainingPlan:
     """The plan of a call whose adapters have these matrices."""
     reason = why_not_kernels(call, matrices)
     plain = not (call.w13.scheme and call.w2.scheme)  # else no library of products is loaded
@@ -53,7 +53,9 @@ def _products(x: Tensor) -> Products:
     return grouped_mm.NATIVE if x.is_cuda else PORTABLE
 
 
-def why_not_kernels(call: ExpertsCall, matrices: Sequence[Tensor] = ()) -> str | None:
+def why_not_kernels(
+    call: ExpertsCall | GroupedCall, matrices: Sequence[Tensor] = ()
+) -> str | None:
     """Reason why plain torch runs a call; None if kernels do."""
     x, w13, w2 = call.hidden_states, call.w13.data, call.w2.data
     if matrices:
@@ -73,7 +75,7 @@ def why_not_kernels(call: ExpertsCall, matrices: Sequence[Tensor] = ()) -> str |
     unfrozen = frozen.why_not(*quantized) if quantized else None
     if unfrozen:
         return unfrozen
-    if not call.topk_ids.numel():
+    if not x.shape[0]:
         return "it has no tokens"
     shapes = [scheme.logical_shape(*t.shape) for scheme, t in zip(schemes, (w13, w2), strict=True)]
     if any([size % _MULTIPLE for shape in shapes for size in shape[1:]]):

@@ -228,7 +228,7 @@ def test_what_is_not_fused():
             w2=Weight(w2, scheme="fp8_tensor_static"),
         ),
         "two schemes, of which one quantizes": plain._replace(w13=Weight(w13, scheme="fp8_block")),
-        "no tokens": plain._replace(topk_ids=ids[:0]),
+        "no tokens": plain._replace(hidden_states=x[:0]),
     }
     with FakeTensorMode():  # a call on those of a GPU is traced on any machine
         size = {"dtype": BF16, "device": "cuda"}

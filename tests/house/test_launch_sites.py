@@ -21,6 +21,7 @@ LAUNCH_CLASS = (LAUNCH, "Launch")
 # Functions that read addresses; elsewhere, what depends on an address is a key written by hand.
 ADDRESSES = {
     ("planning/training.py", "why_not_kernels"): "PyTorch's product needs 16 bytes",
+    ("autograd/grouped_fused.py", "multiplied"): "products need 16 bytes",
     ("backends/cutlass/grouped.py", "Grouped.__init__"): "passes them to a C function",
     ("backends/cutlass/grouped.py", "Grouped.run"): "passes them to a C function",
     ("backends/cutlass/library.py", "aligned"): "TMA needs 16 bytes",

@@ -35,7 +35,7 @@ FLOORS = (
     "backends",
     "planning routing",
     "autograd parallel",
-    "experts",
+    "experts grouped",
     "residency",
     "nn bundle",
     "warmup selfcheck",

@@ -128,6 +128,11 @@ def experts_call(
                 "w13_bias": torch.randn(E, 2 * I, device=device, dtype=dtype),
                 "w2_bias": torch.randn(E, K, device=device, dtype=dtype),
             }
+    if adapted:  # of w2 alone where weights are plain
+        sizes = ((4, K), (2 * I, 4), (3, I), (K, 3))
+        matrices = [torch.randn(E, *size, device=device).requires_grad_() for size in sizes]
+        matrices[:2] = (None, None) if variant == "plain" else matrices[:2]
+        options["adapters"] = moe_ops.LoRA(*matrices, 0.5)
     if kind == "batched_experts":
         blocks = torch.randn(E, M, K, device=device, dtype=dtype)
         counts = torch.tensor([M, 0, 2], device=device, dtype=integers)
@@ -140,16 +145,14 @@ def experts_call(
         if variant == "everything":
             options["bias"] = torch.randn(E, 2 * I, device=device, dtype=dtype)
         return lambda: moe_ops.grouped_linear(x, w13, offsets, **options)
+    if kind == "grouped_experts":
+        counts = torch.tensor([2, 0, 1], device=device, dtype=integers)
+        return lambda: moe_ops.grouped_experts(x, w13, w2, counts, **options)
     ids = torch.tensor([[0, 1], [2, 0], [-1, 2], [7, 0]], device=device, dtype=integers)
     weights = torch.rand(TOP_K, M, device=device).t()
     if variant == "everything":
         options["expert_map"] = torch.tensor([2, -1, 0, 1], device=device)
         ids = torch.stack([ids, ids], -1)[..., 0]
-    if adapted:  # of w2 alone where weights are plain
-        sizes = ((4, K), (2 * I, 4), (3, I), (K, 3))
-        matrices = [torch.randn(E, *size, device=device).requires_grad_() for size in sizes]
-        matrices[:2] = (None, None) if variant == "plain" else matrices[:2]
-        options["adapters"] = moe_ops.LoRA(*matrices, 0.5)
     if stack is not None:
         options |= {"adapters": stack, "adapter_ids": adapter_ids}
     return lambda: moe_ops.fused_experts(x, w13, w2, weights, ids, **options)
@@ -217,9 +220,27 @@ def library_calls(name: str, variant: str, device: str) -> list[Call]:
 
 def training_calls(name: str, variant: str, device: str) -> list[Call]:
     kind = "grouped_linear" if name.startswith("grouped") else "experts"
-    adapted = name.startswith("lora")
+    adapted = name.startswith(("lora", "grouped_experts"))
+    if name.startswith("grouped_experts"):
+        kind = "grouped_experts"
     call = experts_call(kind, variant, device, "auto", training=True, adapted=adapted)
     return recorded(lambda: call().sum().backward(), name)
+
+
+def gate_up_calls(name: str, variant: str, device: str) -> list[Call]:
+    """Samples of gate and up rows that are a pair, or take turns."""
+    size = {"device": device, "requires_grad": True}
+    w13 = torch.randn(E, I, 2, K, **size)
+    if variant == "plain":
+        w13 = (torch.randn(E, I, K, **size), torch.randn(E, I, K, **size))
+    x, w2 = torch.randn(M, K, device=device), torch.randn(E, K, I, device=device)
+    counts = torch.tensor([2, 0, 1], device=device)
+
+    def call():
+        out = moe_ops.grouped_experts(x, w13, w2, counts, dtype=torch.float64)
+        out.sum().backward()
+
+    return recorded(call, name)
 
 
 def adapted_calls(name: str, variant: str, device: str) -> list[Call]:
@@ -269,6 +290,10 @@ SAMPLES |= {
     "experts_backward": (training_calls, ("plain", "everything", *QUANTIZED)),
     "lora_experts_forward": (training_calls, ("plain", "everything", *QUANTIZED)),
     "lora_experts_backward": (training_calls, ("plain", "everything", *QUANTIZED)),
+    "grouped_experts_forward": (training_calls, ("plain", "everything", *QUANTIZED)),
+    "grouped_experts_backward": (training_calls, ("plain", "everything", *QUANTIZED)),
+    "gate_up": (gate_up_calls, ("plain", "in turn")),
+    "gate_up_backward": (gate_up_calls, ("plain", "in turn")),
     "adapted_experts": (adapted_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_mm": (training_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_outer": (training_calls, ("plain", "everything")),
@@ -329,12 +354,12 @@ def test_opcheck(name, variant, device, monkeypatch):
     if not can_run(backend, device):
         pytest.skip(f"{backend.name} has no kernel for {device} here")
     calls = SAMPLES[name][0](name, variant, device)
-    if variant not in ("plain", "everything"):
+    if variant not in ("plain", "everything", "in turn"):
         allow_eight_bits(monkeypatch)
     for op, args, kwargs in calls:
         results = opcheck(op, args, kwargs, test_utils=UTILITIES)
         assert set(results) == set(UTILITIES)
-        if variant == "plain" and SAMPLES[name][0] is training_calls:
+        if variant == "plain" and SAMPLES[name][0] in (training_calls, gate_up_calls):
             opcheck(op, pytree.tree_map_only(torch.Tensor, recording, args), kwargs)
 
 

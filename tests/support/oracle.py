@@ -428,6 +428,20 @@ def batched(hidden_states, w13, w2, counts, *, activation="silu", w13_bias=None,
     return out
 
 
+def grouped(hidden_states, w13, w2, counts, *, activation="silu", w13_bias=None, w2_bias=None):
+    """`moe_ops.grouped_experts` in fp64, zeros in the rows past those of experts."""
+    act = {"name": activation} if isinstance(activation, str) else activation
+    R, device = hidden_states.shape[0], hidden_states.device
+    e = torch.repeat_interleave(torch.arange(counts.numel()), counts.cpu().clamp(min=0))[:R]
+    e = e.to(device)
+    rows = hidden_states[: e.numel()].double()
+    out = torch.zeros(hidden_states.shape, dtype=torch.float64, device=device)
+    if not e.numel():
+        return out
+    inside = _expert_rows(rows, e, w13, w2, act, w13_bias, w2_bias)
+    return torch.cat((inside, out[e.numel() :]))
+
+
 def grouped_linear(x, weight_, offsets, *, bias=None) -> Tensor:
     """`moe_ops.grouped_linear` in fp64."""
     S, N = x.shape[0], weight_.shape[1]

@@ -278,3 +278,55 @@ def place_batches(a: BatchedExpertsArgs, R: int, gpu: Gpu) -> tuple[Launch, Layo
         counts=counts, sizes=sizes, T=T, E=E, stride=sizes.stride(0), BLOCK_E=128, PDL=gpu.pdl
     )
     return Launch(moe_ops_count_batches, (cdiv(E, 128), 1, 1), args), Layout(None, counts, R)
+
+
+@arguments
+class Sorted:
+    rows: Pointer  # (R,) int32, written: the row of each row, or -1 past those of experts
+    ends: Pointer  # (E,) int32, written: the row after each expert's last
+    sizes: Pointer  # (E,)
+    R: Runtime
+    E: Runtime
+    stride: Runtime  # of `sizes`
+    BLOCK_E: Constant
+    ROWS: Constant
+
+
+@kernel(Sorted)
+def moe_ops_place_sorted(
+    rows_ptr,
+    ends_ptr,
+    sizes_ptr,
+    R,
+    E,
+    stride,
+    BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The layout of R rows that are sorted by expert already. Sizes are clamped to what there is
+    room for. Grid: cdiv(R, ROWS) programs, each of which adds up all sizes.
+    """
+    e = tl.arange(0, BLOCK_E)
+    size = tl.load(sizes_ptr + e * stride, mask=e < E, other=0).to(tl.int64)
+    ends = tl.cumsum(tl.minimum(tl.maximum(size, 0), R), 0)
+    ends = tl.minimum(ends, R).to(tl.int32)
+    if tl.program_id(0) == 0:
+        tl.store(ends_ptr + e, ends, mask=e < E)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(rows_ptr + row, tl.where(row < tl.max(ends, 0), row, -1), mask=row < R)
+
+
+def place_sorted(layout: Layout, sizes: Tensor) -> Launch:
+    """Write the rows and ends of a layout of R rows, of which each expert has `sizes` (E,)."""
+    E, R = sizes.shape[0], layout.R
+    args = Sorted(
+        rows=layout.rows,
+        ends=layout.groups,
+        sizes=sizes,
+        R=R,
+        E=E,
+        stride=sizes.stride(0),
+        BLOCK_E=block_e(E),
+        ROWS=SHARE,
+    )
+    return Launch(moe_ops_place_sorted, (cdiv(R, SHARE), 1, 1), args)

@@ -256,3 +256,33 @@ def zero_empty(out: Tensor, layout: Layout) -> Launch:
     size = out[0].numel()
     args = ZeroEmpty(out=out, groups=layout.groups, size=size, BLOCK=ZEROS)
     return Launch(moe_ops_train_zero_empty, (out.shape[0], min(32, cdiv(size, ZEROS)), 1), args)
+
+
+@arguments
+class ZeroTail:
+    y: Pointer  # (R, columns), written behind the last expert's rows
+    groups: Pointer
+    R: Runtime
+    columns: Specialized
+    E: Runtime
+    BLOCK: Constant
+
+
+@kernel(ZeroTail)
+def moe_ops_train_zero_tail(y_ptr, groups_ptr, R, columns, E, BLOCK: tl.constexpr):
+    """Zeros for rows of no expert. Grid: programs that share them."""
+    first = tl.load(groups_ptr + E - 1).to(tl.int64) * columns + tl.program_id(0) * BLOCK
+    end = tl.cast(R, tl.int64) * columns
+    zeros = tl.zeros((BLOCK,), y_ptr.dtype.element_ty)
+    for start in tl.range(first, end, tl.num_programs(0) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(y_ptr + i, zeros, mask=i < end)
+
+
+def zero_tail(y: Tensor, layout: Layout) -> Launch:
+    """y (R, columns) zero for rows of no expert, which a grouped product leaves as they are."""
+    R, columns = y.shape
+    args = ZeroTail(
+        y=y, groups=layout.groups, R=R, columns=columns, E=layout.groups.shape[0], BLOCK=ZEROS
+    )
+    return Launch(moe_ops_train_zero_tail, (min(256, cdiv(R * columns, ZEROS)), 1, 1), args)
