@@ -57,6 +57,13 @@ def test_names_and_variants():
     assert all(name.replace("-", "_").isidentifier() for name in config_names)
 
 
+@pytest.mark.parametrize("short", sorted({name.split(":")[0] for name in SCHEMES if name}))
+def test_names_without_a_variant(short):
+    """Documents call families by them: each is a name, of a scheme whose variant is left out."""
+    scheme = get_scheme(short)
+    assert scheme.name in SCHEMES and scheme.name.split(":")[0] == short
+
+
 def test_unknown_name_lists_the_known():
     families = "Families: fp8, int8, int4, int6, int5, iq4, nf4, fp4, mxfp4, mxfp6, mxfp8, nvfp4"
     for wrong, meant in (
