@@ -26,7 +26,7 @@ with environment.importing_torchao():  # transformers imports more of it than te
     from transformers.integrations.moe import ExpertsInterface
     from transformers.quantizers import auto as _auto  # noqa: F401
 
-from moe_ops.integrations.transformers import gguf_hook
+from moe_ops.integrations.transformers import gguf_hook, padding
 from moe_ops.integrations.transformers import model_card as _model_card  # noqa: F401 - patches
 from moe_ops.integrations.transformers.activations import experts_forward
 from moe_ops.integrations.transformers.attach import attach
@@ -86,6 +86,7 @@ __all__ = [
 ExpertsInterface.register(NAME, experts_forward)
 FP8ExpertsInterface.register(NAME, fp8_experts_forward)
 gguf_hook.register()
+padding.register()
 register_finder(find)
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):  # 5.23 and later
     from moe_ops.integrations.transformers import expert_parallel

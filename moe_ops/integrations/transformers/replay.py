@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from moe_ops.checks import check_size, check_tensor
+from moe_ops.integrations.transformers import padding
 from moe_ops.integrations.transformers.families import HfModule, Router
 from moe_ops.integrations.transformers.forwards import own_name
 from moe_ops.integrations.transformers.routers import (
@@ -118,7 +119,7 @@ def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]
     compiles code anew. So keep one, and `record.clear()` between rollouts. Runs of checkpoints in
     a backward pass are not recorded again. Routers behave as before, and do so again after the
     block. Of a replay what runs is recorded by a block inside of that of `replay_routing`. Calls
-    of all threads are recorded.
+    of all threads are recorded. Rows with which continuous batching pads its batches are left out.
 
     Args:
         model: a transformers model, or any module that contains routers.
@@ -141,7 +142,9 @@ def record_routing(model: nn.Module, max_tokens: int) -> Iterator[RoutingRecord]
         begins = torch.zeros(max_tokens + 1, dtype=torch.bool, device=device)
         slots.append((ids, count, begins))
     names = tuple([name for name, _, _ in routers])
-    with _replaced([module for _, module, _ in routers], _record, slots):
+    modules = [module for _, module, _ in routers]
+    arguments = [(module, *slot) for module, slot in zip(modules, slots, strict=True)]
+    with _replaced(modules, _record, arguments):
         yield RoutingRecord(names, max_tokens, slots)
 
 
@@ -233,7 +236,13 @@ def _device_of(module: HfModule, linear: HfModule) -> torch.device:
 
 
 def _record(
-    own: Callable, ids: Tensor, count: Tensor, begins: Tensor, *args: Any, **options: Any
+    own: Callable,
+    module: HfModule,
+    ids: Tensor,
+    count: Tensor,
+    begins: Tensor,
+    *args: Any,
+    **options: Any,
 ) -> Any:
     """A router's own forward, which appends the experts that it chooses to the record."""
     out = own(*args, **options)
@@ -241,12 +250,15 @@ def _record(
         return out  # a backward pass, in which a checkpoint calls it again
     chosen = next(t for t in out if not t.is_floating_point()).reshape(-1, ids.shape[1])
     M = chosen.shape[0]
-    rows = count + torch.arange(M, device=ids.device)
+    rows, tokens = count + torch.arange(M, device=ids.device), M
     # the last row takes what there is no room for
     most = ids.shape[0] - 1
+    batch = padding.batch_of(module, M)
+    if batch is not None:  # and padding
+        rows, tokens = torch.where(batch.tokens[:, 0], rows, most), batch.count
     ids.index_copy_(0, rows.clamp(max=most), chosen.to(torch.int32))
     begins.index_fill_(0, count.clamp(max=most).view(1), True)
-    count.add_(M)
+    count.add_(tokens)
     return out
 
 

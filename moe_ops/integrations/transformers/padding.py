@@ -1,0 +1,129 @@
+"""Rows with which continuous batching pads its batches: experts leave them out.
+
+Under CUDA graphs, or compiled, batches of transformers' continuous batching have one of few sizes.
+The rows behind the tokens are routed as they are, and experts would be read for nothing. How many
+tokens there are only the device knows: the last of `cu_seq_lens_q`, an argument of the model's
+forward. Hooks of the model keep it for the length of a forward, and hooks of the experts replace
+the ids of padding by -1, which contributes nothing. All of it is enqueued on the device, and so is
+part of graphs and of compiled code.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
+
+from moe_ops.integrations.transformers import layers as layers_of
+from moe_ops.integrations.transformers.families import HfModule
+from moe_ops.integrations.transformers.routers import find_routers
+from moe_ops.integrations.transformers.warmup import runs_here
+
+ATTRIBUTE = "_moe_ops_batch"  # of routers, whose choice may be recorded
+
+
+class Batch:
+    """What a model's layers know of the batch that its forward is given, if it may be padded."""
+
+    def __init__(self) -> None:
+        self.count: Tensor | None = None  # (), tokens
+        self.tokens: Tensor | None = None  # (T, 1) bool, whether a row is one of them
+        self._thread = 0
+
+    def begin(self, count: Tensor, rows: int) -> None:
+        """Keep it for this thread's forward."""
+        self.count = count
+        self.tokens = (torch.arange(rows, device=count.device) < count).unsqueeze(1)
+        if not torch.compiler.is_compiling():
+            self._thread = threading.get_ident()
+
+    def end(self) -> None:
+        if self.count is not None:
+            self.count = self.tokens = None
+
+    def holds(self, rows: int) -> bool:
+        """Whether a call of so many rows is one of the forward that began."""
+        if self.tokens is None or self.tokens.shape[0] != rows:
+            return False
+        return torch.compiler.is_compiling() or self._thread == threading.get_ident()
+
+
+def _begin(batch: Batch, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    ids, lengths = kwargs.get("input_ids"), kwargs.get("cu_seq_lens_q")
+    if ids is None or lengths is None or kwargs.get("cache") is None:
+        batch.end()  # of a forward that was not finished
+    else:
+        batch.begin(lengths[-1], ids.shape[-1])
+
+
+def _end(batch: Batch, *_: Any) -> None:
+    batch.end()
+
+
+def _leave_out(
+    batch: Batch, layer: layers_of.Layer, module: HfModule, args: tuple
+) -> tuple | None:
+    """Before the forward of experts: their arguments, in which padding has ids of no expert."""
+    if len(args) < 2 or args[1].dim() != 2 or not batch.holds(args[1].shape[0]):
+        return None
+    if not runs_here(layer):  # others read a weight by any id
+        return None
+    assert batch.tokens is not None
+    return (args[0], torch.where(batch.tokens, args[1], -1), *args[2:])
+
+
+def leave_out_padding(model: nn.Module) -> None:
+    """Let the experts of a model on moe_ops leave out the padding of continuous batching, and
+    `record_routing` too.
+    """
+    hooks = model._forward_pre_hooks.values()
+    if any([getattr(hook, "func", None) is _begin for hook in hooks]):
+        return
+    try:
+        layers = layers_of.find(model)
+    except ValueError:  # it has none
+        return
+    batch = Batch()
+    model.register_forward_pre_hook(functools.partial(_begin, batch), with_kwargs=True)
+    model.register_forward_hook(functools.partial(_end, batch), always_call=True)
+    for layer in layers:
+        spread = getattr(layer.owner, "_is_expert_parallel", False)
+        if not (layer.kind.routes or spread):  # the ids of other ranks' experts are theirs
+            hook = functools.partial(_leave_out, batch, layer)
+            layer.module.register_forward_pre_hook(hook)
+    for _, router, _ in find_routers(model):
+        setattr(router, ATTRIBUTE, batch)
+
+
+def batch_of(router: HfModule, rows: int) -> Batch | None:
+    """What is known of a batch of so many rows that a router is called with."""
+    batch = getattr(router, ATTRIBUTE, None)
+    return batch if batch is not None and batch.holds(rows) else None
+
+
+def _pads(config: Any) -> bool:
+    """Whether a manager of this ContinuousBatchingConfig pads its batches."""
+    compiled = (config.varlen_compile_config, config.decode_compile_config)
+    return any(config.cuda_graph_booleans) or compiled != (None, None)
+
+
+def _with_padding_left_out(own: Callable) -> Callable:
+    @functools.wraps(own)
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = own(self, *args, **kwargs)
+        if _pads(manager.continuous_batching_config):
+            leave_out_padding(self)
+        return manager
+
+    return init_continuous_batching
+
+
+def register() -> None:
+    """Have `leave_out_padding` called when continuous batching begins."""
+    own = ContinuousMixin.init_continuous_batching
+    ContinuousMixin.init_continuous_batching = _with_padding_left_out(own)
