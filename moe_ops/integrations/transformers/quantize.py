@@ -194,6 +194,9 @@ def _check_plain(layer: Layer, weight_name: str) -> None:
                 "back by moe_ops.prepare(weight, 'torch') first"
             )
         what = getattr(weight, "scheme", weight.dtype)
-        raise ValueError(f"{name} must be a plain tensor, got {what}: it is quantized already")
+        raise ValueError(
+            f"{name} must be a plain tensor, got {what}: it is quantized already; for another "
+            "scheme load a plain checkpoint, with quantization_config=MoeOpsConfig(scheme)"
+        )
     if weight.device.type == "meta":
         raise ValueError(f"{name} must be loaded, got the meta device; quantize before offloading")

@@ -176,6 +176,7 @@ def launch(given: argparse.Namespace, rest: Sequence[str]) -> Any:
     Raises:
         ImportError: its libraries are missing.
         RuntimeError: continuous batching does not serve the model.
+        SystemExit: an option is none of `transformers serve`, or has a value that it refuses.
     """
     if not is_serve_available():
         raise ImportError(
@@ -246,6 +247,11 @@ def launch(given: argparse.Namespace, rest: Sequence[str]) -> Any:
         app.command()(serve.Serve)
         runs = app(server_options(given, rest), standalone_mode=False)
         return runs
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # as typer's own have, of the command line
+            raise
+        print(f"python -m moe_ops.serve: error: {error.format_message()}", file=sys.stderr)
+        raise SystemExit(2) from None
     finally:
         model_manager.ModelManager, utils.GenerationState = before
         if not hasattr(runs, "_thread"):  # it ended, and its thread of batches would not

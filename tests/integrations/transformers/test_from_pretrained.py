@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -401,8 +402,28 @@ def test_what_from_pretrained_refuses(tmp_path):
     ):
         load(tmp_path / "odd", "int4_w4a16")
     model = load(tmp_path / "odd", "int4_w4a16:g32")
-    with pytest.raises(ValueError, match="gate_up_proj must be a plain tensor.*quantized already"):
+    with pytest.raises(
+        ValueError, match="gate_up_proj must be a plain tensor.*load a plain check"
+    ):
         quantize(model, "int4_w4a16:g32")
+
+
+def test_no_config_is_the_one_that_was_saved(tmp_path):
+    """transformers' auto classes would leave the experts random."""
+    model = qwen()
+    quantize(model, "int8_w8a16:g32")
+    model.save_pretrained(tmp_path / "ours")
+    with pytest.warns(UserWarning, match="quantization_config=None is ignored: .*ours was saved"):
+        again = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "ours", quantization_config=None
+        )
+    assert torch.equal(logits(again), logits(model))
+    save_plain(qwen(), tmp_path / "plain")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "quantization_config")
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "plain", quantization_config=None
+        )
 
 
 def test_quantized_checkpoints_that_are_damaged(tmp_path):

@@ -329,6 +329,16 @@ def test_errors(argv, sentence, capsys, tmp_path, monkeypatch):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wrong", [["--portt", "1"], ["--port", "one"]])
+def test_options_that_the_server_refuses(wrong, capsys):
+    """Nothing is loaded before they are."""
+    with pytest.raises(SystemExit) as found:
+        serving.launch(*serving.parse(["m", *wrong, "--no-warmup"]))
+    assert found.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("python -m moe_ops.serve: error: ") and wrong[0] in said
+
+
 @pytest.mark.slow
 def test_command():
     command = [sys.executable, "-W", "ignore", "-m", "moe_ops.serve", "--help"]
