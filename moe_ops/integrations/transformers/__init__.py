@@ -42,6 +42,7 @@ from moe_ops.integrations.transformers.replay import (
     record_routing,
     replay_routing,
 )
+from moe_ops.integrations.transformers.requests import adapters_by_request
 from moe_ops.integrations.transformers.residency import (
     ResidencyReport,
     residency_report,
@@ -67,6 +68,7 @@ __all__ = [
     "RouterReport",
     "RoutersReport",
     "RoutingRecord",
+    "adapters_by_request",
     "attach",
     "fp8_experts_forward",
     "fuse_routers",

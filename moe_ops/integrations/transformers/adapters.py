@@ -124,12 +124,19 @@ class _Handed(NamedTuple):
 BASE = "__base__"  # PEFT's name for rows without an adapter
 
 
+class OfTokens:
+    """In the place of `adapter_names`: adapters of tokens, not of rows."""
+
+    def __init__(self, names: tuple[str, ...], ids: Tensor):
+        self.names, self.ids = names, ids  # (M,) places among the names, -1 for none
+
+
 def _forward(
     x: Tensor,  # (M, H)
     *args: Any,
     moe_ops_wrapper: Any,
     moe_ops_here: bool,
-    adapter_names: Sequence[str] | None = None,
+    adapter_names: Sequence[str] | OfTokens | None = None,
     moe_ops_handed: _Handed | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -145,9 +152,10 @@ def _forward(
     if wrapper.disable_adapters:
         return inner(x, *args, **kwargs)
     if wrapper.merged:
+        names = adapter_names.names if isinstance(adapter_names, OfTokens) else adapter_names
         raise ValueError(
             "adapter_names must be left out while adapters are merged, got "
-            f"{sorted(set(adapter_names))}; call unmerge_adapter() before"
+            f"{sorted(set(names))}; call unmerge_adapter() before"
         )
     handed = moe_ops_handed or _Handed(tuple(wrapper.lora_A), {})
     a, b = _stacked(wrapper, handed.names, x)
@@ -222,10 +230,17 @@ def _ids(slots: tuple[int, ...], each: int, device: torch.device) -> Tensor:
     return torch.tensor(slots, device=device).repeat_interleave(each)
 
 
-def _ids_of_tokens(names: tuple[str, ...], of_rows: Sequence[str], x: Tensor) -> Tensor:
+def _ids_of_tokens(names: tuple[str, ...], of_rows: Sequence[str] | OfTokens, x: Tensor) -> Tensor:
     """The slot of each token's adapter, -1 for none: tokens of a row of the batch follow one
     another.
     """
+    if isinstance(of_rows, OfTokens):
+        if of_rows.names != names:
+            raise ValueError(
+                f"adapters must be those of the manager, {', '.join(of_rows.names)}, got "
+                f"{', '.join(names)}; make a new manager once adapters have changed"
+            )
+        return of_rows.ids
     (M, _), rows = x.shape, len(of_rows)
     if not rows or M % rows:
         raise ValueError(

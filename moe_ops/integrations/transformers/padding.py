@@ -31,20 +31,35 @@ class Batch:
     """What a model's layers know of the batch that its forward is given, if it may be padded."""
 
     def __init__(self) -> None:
-        self.count: Tensor | None = None  # (), tokens
-        self.tokens: Tensor | None = None  # (T, 1) bool, whether a row is one of them
+        self.count: Any = None  # (), tokens; None between forwards, as the next two
+        self.tokens: Any = None  # (T, 1) bool, whether a row is one of them
+        # (names, row of `logits_processor_args` with the one of each request), see requests.py
+        self.adapters: tuple[tuple[str, ...], int] | None = None
+        self.adapter_ids: Any = None  # (T,) int64, -1 for none
         self._thread = 0
 
-    def begin(self, count: Tensor, rows: int) -> None:
-        """Keep it for this thread's forward."""
-        self.count = count
-        self.tokens = (torch.arange(rows, device=count.device) < count).unsqueeze(1)
+    def begin(self, lengths: Tensor, rows: int, arguments: Tensor | None) -> None:
+        """Keep it for this thread's forward.
+
+        Args:
+            lengths: (n + 1,) int32, 0 and where each request ends; the last ones may be empty.
+            rows: T, of the padded batch.
+            arguments: (processors, n) int32 of each request.
+        """
+        places = torch.arange(rows, dtype=lengths.dtype, device=lengths.device)
+        self.count = lengths[-1]
+        self.tokens = (places < self.count).unsqueeze(1)
+        if self.adapters is not None and arguments is not None:
+            of = torch.searchsorted(lengths[1:], places, right=True)
+            of = of.clamp(max=lengths.shape[0] - 2)
+            of_requests = arguments[self.adapters[1]]
+            self.adapter_ids = torch.where(self.tokens[:, 0], of_requests[of], -1).long()
         if not torch.compiler.is_compiling():
             self._thread = threading.get_ident()
 
     def end(self) -> None:
         if self.count is not None:
-            self.count = self.tokens = None
+            self.count = self.tokens = self.adapter_ids = None
 
     def holds(self, rows: int) -> bool:
         """Whether a call of so many rows is one of the forward that began."""
@@ -58,7 +73,7 @@ def _begin(batch: Batch, model: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     if ids is None or lengths is None or kwargs.get("cache") is None:
         batch.end()  # of a forward that was not finished
     else:
-        batch.begin(lengths[-1], ids.shape[-1])
+        batch.begin(lengths, ids.shape[-1], kwargs.get("logits_processor_args"))
 
 
 def _end(batch: Batch, *_: Any) -> None:
@@ -73,7 +88,6 @@ def _leave_out(
         return None
     if not runs_here(layer):  # others read a weight by any id
         return None
-    assert batch.tokens is not None
     return (args[0], torch.where(batch.tokens, args[1], -1), *args[2:])
 
 
@@ -81,8 +95,7 @@ def leave_out_padding(model: nn.Module) -> None:
     """Let the experts of a model on moe_ops leave out the padding of continuous batching, and
     `record_routing` too.
     """
-    hooks = model._forward_pre_hooks.values()
-    if any([getattr(hook, "func", None) is _begin for hook in hooks]):
+    if batch_in(model) is not None:
         return
     try:
         layers = layers_of.find(model)
@@ -98,6 +111,13 @@ def leave_out_padding(model: nn.Module) -> None:
             layer.module.register_forward_pre_hook(hook)
     for _, router, _ in find_routers(model):
         setattr(router, ATTRIBUTE, batch)
+
+
+def batch_in(model: nn.Module) -> Batch | None:
+    """What the hooks of a model keep, if it has them."""
+    hooks: list[Any] = [*model._forward_pre_hooks.values()]
+    found = [hook.args[0] for hook in hooks if getattr(hook, "func", None) is _begin]
+    return found[0] if found else None
 
 
 def batch_of(router: HfModule, rows: int) -> Batch | None:
@@ -118,6 +138,9 @@ def _with_padding_left_out(own: Callable) -> Callable:
         manager = own(self, *args, **kwargs)
         if _pads(manager.continuous_batching_config):
             leave_out_padding(self)
+        batch = batch_in(self)
+        if batch is not None and manager.batch_processor is None:  # a new one
+            batch.adapters = None
         return manager
 
     return init_continuous_batching
