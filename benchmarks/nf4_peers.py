@@ -6,6 +6,7 @@ they are.
 from __future__ import annotations
 
 import importlib.util
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -22,6 +23,7 @@ NF4 = "nf4_w4a16:g64"
 FILES = {
     "unsloth": "unsloth_zoo/temporary_patches/moe_nf4_grouped.py",
     "dequantize": "bitsandbytes/backends/triton/kernels_4bit.py",
+    "grouped-nf4-gemm": "nf4_qlora.py",
 }
 Multiply = Callable[[Tensor, Tensor], Tensor]  # rows, offsets
 
@@ -112,7 +114,24 @@ def module_levels() -> tuple[float, ...]:
     return ELEMENT_FORMATS["nf4"].levels
 
 
-PEERS = {"unsloth": by_unsloth, "dequantize": by_dequantizing}
+def by_grouped_nf4(module: ModuleType, weight: Any) -> Multiply:
+    codes, absmax, (E, N, K) = packed_as_bitsandbytes(weight)
+    packed, absmax = codes.view(E, N, K // 2), absmax.view(E, N, K // 64)
+
+    def multiply(rows: Tensor, offsets: Tensor) -> Tensor:
+        sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+        used = [e for e in range(E) if sizes[e]]  # sizes are to be positive
+        of_used = [sizes[e] for e in used]
+        return module.gemm_4bit_grouped_train(rows, packed, absmax, of_used, used)
+
+    return multiply
+
+
+PEERS = {
+    "unsloth": by_unsloth,
+    "dequantize": by_dequantizing,
+    "grouped-nf4-gemm": by_grouped_nf4,
+}
 
 
 def peer(name: str, module: ModuleType, inputs: Inputs) -> Layer:
@@ -158,7 +177,11 @@ def load_peers(folder: str | None) -> tuple[dict[str, ModuleType], dict[str, str
             with zipfile.ZipFile(archive) as opened:
                 if file not in opened.namelist():
                     continue
-                spec = importlib.util.spec_from_file_location(name, opened.extract(file, place))
+                path = Path(opened.extract(file, place))
+                if path.parent == place:  # it imports its neighbours
+                    opened.extractall(place)
+                    sys.path.append(str(place))
+                spec = importlib.util.spec_from_file_location(name, path)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             try:

@@ -1706,6 +1706,52 @@ def cold_start(path: Path = RESULTS / "cold_start_NVIDIA_H200.json") -> str:
     return f"{text}\n\n{markdown(('', *cases), lines)}"
 
 
+def steps_over_nf4(path: Path = RESULTS / "qlora_nf4_NVIDIA_H200.json") -> str:
+    """Steps over experts in nf4 beside 16-bit ones and other libraries (qlora_nf4.py)."""
+    if not path.exists():
+        return "No results are committed yet."
+    found = json.loads(path.read_text())
+    lines = []
+    for row in found["rows"]:
+        name = f"{row['implementation']}, {row['trains']}"
+        if "step_ms" not in row:
+            lines.append((name, "-", "-", "-", row.get("reason", "")))
+            continue
+        peak = "-" if row["peak_mb"] is None else number(row["peak_mb"])
+        times = number(row["step_ms"]), number(row["over_bf16"], 2)
+        lines.append((name, *times, peak, f"{row['error']:.1e}"))
+    run = found["run"]
+    text = (
+        f"Qwen3's widths, {found['tokens']} tokens, an {run['machine']['gpu']}, torch "
+        f"{run['machine']['torch']}; errors of gradients at 512 tokens against fp64 ones."
+    )
+    header = ("experts, what trains", "step, ms", "times bf16", "peak, MB", "error")
+    return f"{text}\n\n{markdown(header, lines)}"
+
+
+def mixed_adapters(path: Path = RESULTS / "adapters_mixed_NVIDIA_H200.json") -> str:
+    """Layers whose tokens have adapters, beside those without (adapters_mixed.py)."""
+    rows = rows_of(path)
+    if not rows:
+        return "No results are committed yet."
+    found, lines = json.loads(path.read_text()), []
+    for row in rows:
+        allowed = 1.25 * row["plain_us"] + row["copy_us"]
+        peer = "-" if row["peer_us"] is None else number(row["plain_us"] + row["peer_us"])
+        cell = f"{WEIGHT_ONLY_SHAPES.get(row['shape'], row['shape'])}, {row['scheme'] or 'bf16'}"
+        times = number(row["plain_us"]), number(row["adapted_us"]), number(allowed)
+        lines.append((cell, str(row["M"]), *times, peer))
+    machine, row = found["run"]["machine"], rows[0]
+    text = (
+        f"Microseconds under a CUDA graph on an {machine['gpu']}, torch {machine['torch']}: "
+        f"{row['adapters']} adapters of rank {row['rank']}, each token any of them or none. The "
+        "bound is 1.25 times the layer without adapters and a copy of the bytes of the adapters "
+        "that are hit."
+    )
+    header = ("layer", "M", "without", "with adapters", "bound", "without, and FlashInfer's")
+    return f"{text}\n\n{markdown(header, lines)}"
+
+
 # of several files, into benchmarks/results
 PICTURES = {"decode_NVIDIA_H200.png": draw_decoding, "schemes.png": draw_schemes}
 # Of each document its blocks. One that makes None stays as it is.
@@ -1726,6 +1772,8 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
     },
     "docs/checkpoints.md": {"loading": loading},
     "docs/cold_start.md": {"cold start": cold_start},
+    "docs/lora.md": {"mixed adapters": mixed_adapters},
+    "docs/qlora.md": {"steps over nf4": steps_over_nf4},
     "docs/quantization.md": {"pairs": pairs},
     "docs/which_scheme.md": {"choices": choices, "schemes": schemes_table},
     "docs/performance.md": {

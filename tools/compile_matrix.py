@@ -250,6 +250,8 @@ def _steps() -> Iterator[TrainingCall]:
             if how is not None and (how.elements is None or name == "qwen3"):
                 yield TrainingCall(SHAPES[name], 4096, scheme=scheme)
         yield TrainingCall(SHAPES[name], 4096, scheme="nvfp4_w4a16", global_rows=True)
+        for scheme in ("nf4_w4a16:g64", "int4_w4a16:g32:zp", "fp8_w8a16:block"):
+            yield TrainingCall(SHAPES[name], 4096, scheme=scheme, decoded=True)
         for rank in (8, 16, 64, 128):
             yield TrainingCall(SHAPES[name], 4096, rank=rank)
             yield TrainingCall(SHAPES[name], 4096, scheme="int4_w4a16:g128", rank=rank)

@@ -19,6 +19,9 @@ class Products(NamedTuple):
     outer: Callable[..., Tensor]
     # the product with w13, which is kept, fused with the activation after it; None: not fused
     activate_into: Callable[..., None] | None = None
+    # `multiply` into memory that is given; this and `activate_into` also of the experts from
+    # `first` on alone, of which the weight has some. None: only with all
+    multiply_into: Callable[..., None] | None = None
     adds: bool = False  # `multiply` adds the product of `low`, the narrow rows of an adapter
     zeroes: bool = True  # `outer` writes zeros for experts without rows
     # (device, pairs, columns of h) -> multiprocessors that products leave to concurrent kernels,

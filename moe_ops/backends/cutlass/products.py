@@ -48,6 +48,7 @@ class GroupedProduct(ctypes.Structure):
         ("low_a", ctypes.c_void_p),
         ("low_b", ctypes.c_void_p),
         ("rank", ctypes.c_int32),
+        ("continues", ctypes.c_int32),
     ]
 
 
@@ -127,8 +128,11 @@ def multiply_into(
     transpose: bool = False,
     low: tuple[Tensor, Tensor] | None = None,
     spare: int = 0,
+    first: int = 0,
 ) -> None:
-    """`multiply`, written to `out`."""
+    """`multiply`, written to `out`. A weight of fewer experts than `ends` has those from `first`
+    on, and their rows alone are multiplied; `low` has the same experts.
+    """
     gemms = kernels(rows.get_device())
     assert gemms is not None
     assert weight.is_contiguous() or weight.mT.is_contiguous()
@@ -138,7 +142,8 @@ def multiply_into(
     # stored (E, n, k), or (E, k, n)
     name = "x_wt" if weight.is_contiguous() != transpose else "x_w"
     added = _added(low, transpose, weight.is_contiguous())
-    _run(gemms, name, rows, weight, out, ends, added, spare, n=n, k=k)
+    ends = ends[first : first + weight.shape[0]]
+    _run(gemms, name, rows, weight, out, ends, added, spare, first > 0, n=n, k=k)
 
 
 def _added(
@@ -185,10 +190,12 @@ def activate_into(
     bias: Tensor | None = None,  # (E, 2 I), contiguous
     gate_up: Tensor | None = None,  # (S, 2 I) bf16, written: rows @ weight[e].T; not interleaved
     low: tuple[Tensor, Tensor] | None = None,  # (S, r), (E, 2 I, r): added to gate_up
+    spare: int = 0,
+    first: int = 0,
 ) -> None:
     """activation(rows @ weight[e].T + bias[e]) for the rows of each expert, where there is a
     kernel. The sums are not rounded before the activation. Sizes, addresses and rows past ends[-1]
-    as in `multiply`.
+    as in `multiply`, `spare` and `first` as in `multiply_into`; `bias` has the same experts.
     """
     gemms = kernels(rows.get_device())
     assert gemms is not None and weight.is_contiguous()
@@ -198,7 +205,8 @@ def activate_into(
     if out.shape[0] > 0:
         sizes = {"n": out.shape[1], "k": rows.shape[1]}
         added = _added(low, False, True)
-        product = _product(gemms, rows, weight, out, ends, added, **sizes)
+        ends = ends[first : first + weight.shape[0]]
+        product = _product(gemms, rows, weight, out, ends, added, spare, first > 0, **sizes)
         bias = _bias(bias)
         gated = _gated(product, activation, bias)
         gated.gate_up = _address(gate_up)
@@ -293,6 +301,7 @@ def _product(
     ends: Tensor,
     added: tuple[Tensor, Tensor] | None = None,
     spare: int = 0,
+    continues: bool = False,
     **sizes: Any,
 ) -> GroupedProduct:
     assert a.dtype == b.dtype and d.is_contiguous() and a.is_contiguous()
@@ -312,6 +321,7 @@ def _product(
         d=d.data_ptr(),
         ends=ends.data_ptr(),
         rows=a.shape[0],
+        continues=continues,
         stream=library.stream_of(a.get_device()),
         **sizes,
     )
@@ -326,11 +336,13 @@ def _run(
     ends: Tensor,
     added: tuple[Tensor, Tensor] | None = None,
     spare: int = 0,
+    continues: bool = False,
     **sizes: Any,
 ) -> None:
     assert a.dtype == d.dtype == torch.bfloat16
     if a.shape[0] > 0:
-        gemms.run(f"{_KERNEL}_{name}", _product(gemms, a, b, d, ends, added, spare, **sizes))
+        product = _product(gemms, a, b, d, ends, added, spare, continues, **sizes)
+        gemms.run(f"{_KERNEL}_{name}", product)
     elif name == "outer":
         d.zero_()
 
@@ -344,5 +356,11 @@ def spare(device: int, pairs: int, columns: int) -> int:
 
 
 PRODUCTS = Products(
-    "grouped products of csrc/cutlass", multiply, outer, activate_into, adds=True, spare=spare
+    "grouped products of csrc/cutlass",
+    multiply,
+    outer,
+    activate_into,
+    multiply_into,
+    adds=True,
+    spare=spare,
 )
