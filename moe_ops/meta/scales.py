@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 # The layout of weights whose scales are packed exponents, as DeepGEMM reads them from SM100 on:
 # int32 words of four (E, ceil(groups / 4), N), byte j of word p for group 4 p + j of a row's
 # columns.
@@ -75,6 +77,13 @@ def packed_size(size: int, bits: int) -> int:
     fill them.
     """
     return size * bits // 8
+
+
+def unit_of_planes(columns: int, high_bits: int) -> int:
+    """Columns of a row whose bits in planes lie together: 128 with one high bit, 64 with two,
+    which are 80 and 48 bytes, or fewer if these do not divide the row.
+    """
+    return math.gcd(columns, 128 // high_bits)
 
 
 def unpacked_size(size: int, bits: int) -> int:

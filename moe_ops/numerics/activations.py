@@ -69,7 +69,7 @@ def quantize_activation(
     if not desc.global_scale and (static_scale is not None) != desc.static:
         must, got = ("a tensor", "None") if desc.static else ("None", "one")
         raise ValueError(f"static_scale must be {must} for scheme {scheme!r}, got {got}")
-    if x.shape[-1] * desc.format.bits % 8:
+    if x.shape[-1] % desc.format.columns_together:
         raise ValueError(
             f"x must have columns that fill the bytes of {desc.format.bits}-bit elements for "
             f"scheme {scheme!r}, got {x.shape[-1]}"

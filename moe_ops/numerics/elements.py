@@ -7,9 +7,9 @@ A floating-point code is sign, exponent, mantissa from the highest bit down; int
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ops.meta.scales import unit_of_planes
 from moe_ops.schemes import ElementFormat
 
 
@@ -64,8 +64,8 @@ def pack(codes: Tensor, fmt: ElementFormat) -> Tensor:
     if fmt.bits == 4:
         low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
         return low | (high << 4)
-    if fmt.bits == 5:
-        return pack_words(codes.contiguous().view(torch.int64), 5)
+    if fmt.high_bits:
+        return _pack_planes(codes, fmt.high_bits)
     a, b, c, d = codes.unflatten(-1, (-1, 4)).unbind(-1)
     parts = (a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2))
     return torch.stack(parts, -1).flatten(-2)
@@ -77,40 +77,48 @@ def unpack(q: Tensor, fmt: ElementFormat) -> Tensor:
         return q
     if fmt.bits == 4:
         return torch.stack((q & 15, q >> 4), -1).flatten(-2)
-    if fmt.bits == 5:
-        return unpack_words(q, 5).view(torch.uint8)
+    if fmt.high_bits:
+        return _unpack_planes(q, fmt.high_bits)
     a, b, c = q.unflatten(-1, (-1, 3)).unbind(-1)
     parts = (a & 63, (a >> 6) | ((b & 15) << 2), (b >> 4) | ((c & 3) << 4), c >> 2)
     return torch.stack(parts, -1).flatten(-2)
 
 
-def pack_words(words: Tensor, bits: int) -> Tensor:
-    """(..., n) int64 words of eight codes, one a byte, to (..., n * bits) bytes: neighbours move
-    together by pairs, fours and eights, in all words at once.
+def _pack_planes(codes: Tensor, high: int) -> Tensor:
+    """`pack` of codes with so many bits above the low four (`ElementFormat.high_bits`)."""
+    columns = codes.shape[-1]
+    unit = unit_of_planes(columns, high)
+    units = codes.unflatten(-1, (columns // unit, unit))
+    even, odd = (units & 15).unflatten(-1, (unit // 2, 2)).unbind(-1)
+    # runs of low bytes, bytes of a run, columns of a byte
+    fields = (units >> 4).unflatten(-1, (4 // high, unit * high // 8, 2))
+    above = (fields << _places(high, codes)).sum((-3, -1), dtype=torch.uint8)
+    return torch.cat((even | (odd << 4), above), -1).flatten(-2)
+
+
+def _unpack_planes(q: Tensor, high: int) -> Tensor:
+    """The inverse of ``_pack_planes``."""
+    columns = q.shape[-1] * 8 // (4 + high)
+    unit = unit_of_planes(columns, high)
+    units = q.unflatten(-1, (columns // unit, unit * (4 + high) // 8))
+    low, above = units.split((unit // 2, unit * high // 8), -1)
+    fields = (above[..., None, :, None] >> _places(high, q)) & ((1 << high) - 1)
+    codes = torch.stack((low & 15, low >> 4), -1).flatten(-2)
+    return (codes | (fields.flatten(-3) << 4)).flatten(-2)
+
+
+def _places(high: int, like: Tensor) -> Tensor:
+    """Where the bits of runs and columns begin in a byte of high bits, (4 / high, 1, 2)."""
+    return torch.arange(0, 8, high, dtype=torch.uint8, device=like.device).view(-1, 1, 2)
+
+
+def pack_words(words: Tensor) -> Tensor:
+    """(..., n) int64 words of eight codes of 4 bits, one a byte, to (..., n * 4) bytes: neighbours
+    move together by pairs, fours and eights, in all words at once.
     """
-    for lane, width, low in _steps(bits):
-        words = (words & low) | ((words >> (lane - width)) & (low << width))
-    if bits == 4:  # half of each word, little endian
-        return words.view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
-    return words.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
-
-
-def unpack_words(q: Tensor, bits: int) -> Tensor:
-    """The inverse of ``pack_words``."""
-    codes = q.unflatten(-1, (-1, bits))
-    words = F.pad(codes, (0, 8 - bits)).contiguous().view(torch.int64).squeeze(-1)
-    for lane, width, low in reversed(_steps(bits)):
-        words = (words & low) | ((words & (low << width)) << (lane - width))
-    return words
-
-
-def _steps(bits: int) -> list[tuple[int, int, int]]:
-    """Of each step (bits of a lane, bits of it that are used, the lower of all pairs of lanes)."""
-    steps = []
-    for lane, width in ((8, bits), (16, 2 * bits), (32, 4 * bits)):
-        low = sum(((1 << width) - 1) << at for at in range(0, 64, 2 * lane))
-        steps.append((lane, width, low))
-    return steps
+    for width, low in ((4, 0x000F000F000F000F), (8, 0x000000FF000000FF), (16, 0xFFFF)):
+        words = (words & low) | ((words >> width) & (low << width))
+    return words.view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
 
 
 def _encode_integer(x: Tensor, fmt: ElementFormat, zero_point: Tensor | None) -> Tensor:

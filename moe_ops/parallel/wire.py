@@ -43,7 +43,7 @@ def why_not_quantized(
     assert desc is not None
     if known is not None and known.numel() != 1:
         return "each expert has a scale of activations of its own"
-    if columns * desc.format.bits % 8:
+    if columns % desc.format.columns_together:
         return f"{columns} columns do not fill bytes"
     if weight.weight_layout:
         return f"weights in layout {weight.weight_layout!r} may take rows as they are alone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +13,11 @@ class ElementFormat:
     """A number format of quantized elements.
 
     ``storage`` is the torch dtype that holds them, ``bits`` the bits of one: two of 4 bits share a
-    byte (the even one in the low half), eight of 5 bits share five, four of 6 bits three (the
-    first in the lowest bits). ``max`` is the largest magnitude. Floating-point formats have a
-    sign, ``mantissa`` bits of mantissa and an exponent of bias ``bias`` in between, without
-    infinities. Formats of ``levels`` have any numbers, one for each code.
+    byte (the even one in the low half), and four floating-point ones of 6 bits three (the first in
+    the lowest bits). Integers of 5 and 6 bits lie in planes (``high_bits``). ``max`` is the
+    largest magnitude. Floating-point formats have a sign, ``mantissa`` bits of mantissa and an
+    exponent of bias ``bias`` in between, without infinities. Formats of ``levels`` have any
+    numbers, one for each code.
     """
 
     name: str
@@ -44,6 +46,24 @@ class ElementFormat:
         0 of int8, 8 of int4.
         """
         return 0.0 if self.bits == 8 else self.max + 1
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of a code above its low four, if these lie in planes: 2 of int6, 1 of int5, else 0.
+
+        A row is units of `meta.scales.unit_of_planes` columns: the low four bits of all of them,
+        two columns a byte as of 4 bits, then their high bits. These fill a run of bytes, of which
+        byte i belongs to byte i of each run of as many low bytes: the first run's bits are the
+        lowest, and of a byte those of the even column.
+        """
+        return self.bits - 4 if self.bits in (5, 6) and not self.is_float else 0
+
+    @property
+    def columns_together(self) -> int:
+        """What the columns of a row must be a multiple of, so that they fill whole bytes, or words
+        of 4 bytes of each plane.
+        """
+        return 32 // self.high_bits if self.high_bits else 8 // math.gcd(8, self.bits)
 
     @property
     def max_exponent(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from moe_ops.meta import scales
@@ -112,8 +111,7 @@ class QuantScheme:
         desc = self.quantized_weight
         if k % desc.whole_columns == 0:
             for operand in (desc, self.activation):
-                # elements that fill whole bytes: two of 4 bits, four of 6
-                fill = 1 if operand is None else 8 // math.gcd(8, operand.format.bits)
+                fill = 1 if operand is None else operand.format.columns_together
                 if k % fill:
                     must = "even to share bytes in pairs" if fill == 2 else f"a multiple of {fill}"
                     return f"its {k} columns must be {must}"

@@ -98,7 +98,7 @@ def _columns(scheme: QuantScheme) -> int:
     found = 1 if scheme.weight is None else scheme.weight.whole_columns
     for desc in (scheme.weight, scheme.activation):
         if desc is not None:
-            found = math.lcm(found, 8 // math.gcd(8, desc.format.bits))
+            found = math.lcm(found, desc.format.columns_together)
     return found
 
 

@@ -96,7 +96,7 @@ def from_quantized(
     Args:
         scheme: a name such as "fp8_block", or a QuantScheme.
         qdata: (E, N, K) in the scheme's storage dtype, with fewer columns where elements share
-            bytes (two of 4 bits, four of 6 bits in three).
+            bytes (`moe_ops.schemes.ElementFormat` says how).
         scale: the factor that multiplies elements. Schemes with fp32 scales also take
             float8_e8m0fnu, converted exactly; "fp8_block:ue8m0" takes only powers of two. Schemes
             with e8m0 scales take uint8 or float8_e8m0fnu.

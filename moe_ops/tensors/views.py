@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.meta.scales import FLAT, TRANSPOSED, packed_size
+from moe_ops.meta.scales import FLAT, TRANSPOSED, packed_size, unit_of_planes
 from moe_ops.schemes import SUPER_BLOCK, QuantDesc, get_scheme
 from moe_ops.tensors.base import ExpertTensor
 
@@ -70,7 +70,16 @@ def _columns(
     self: ExpertTensor, desc: QuantDesc, dim: int, size: int, start: int, end: int, step: int
 ) -> dict[str, Tensor]:
     bits, group = desc.format.bits, desc.group.cols
-    if bits != 8 and group == -1:
+    if desc.format.high_bits:
+        unit = unit_of_planes(size, desc.format.high_bits)
+        where = "bits of columns that lie together begin"
+        if end > start and unit_of_planes(end - start, desc.format.high_bits) != unit:
+            raise ValueError(
+                f"slices of {self} along dim {dim + self.dim()} must have columns of which {unit} "
+                f"lie together, as in the whole, got {end - start}; quantize or load the slice"
+            )
+        _require_multiples(self, dim, unit, where, None, start, end, step)
+    elif bits != 8 and group == -1:
         _require_multiples(self, dim, 2, "a byte begins", None, start, end, step)
     above = {}
     if desc.two_levels:

@@ -203,12 +203,28 @@ def codes(qdata: Tensor, bits: int) -> Tensor:
     return sum(grouped[..., i] << i for i in range(bits)).long()
 
 
+def planes(qdata: Tensor, high: int) -> Tensor:
+    """int64 codes (..., K) of int5 and int6, with 1 and 2 high bits: those of column c by its
+    bytes in the layout.
+    """
+    K = qdata.shape[-1] * 8 // (4 + high)
+    unit = math.gcd(K, 128 // high)
+    run = unit * high // 8  # bytes
+    c = torch.arange(K, device=qdata.device)
+    within, first = c % unit // 2, c // unit * (unit // 2 + run)
+    low = qdata[..., first + within].long() >> 4 * (c % 2) & 15
+    place = high * (2 * (within // run) + c % 2)
+    above = qdata[..., first + unit // 2 + within % run].long() >> place
+    return low + 16 * (above & (2**high - 1))
+
+
 def stored(qdata: Tensor, fmt: str) -> Tensor:
     """The fp64 values (..., K) of stored elements; of int4, int5 and int6 their codes, from 0."""
     if fmt == "int8":
         return qdata.double()
     if fmt.startswith("int"):
-        return codes(qdata, int(fmt[3:])).double()
+        bits = int(fmt[3:])
+        return (codes(qdata, 4) if bits == 4 else planes(qdata, bits - 4)).double()
     table = torch.tensor(code_values(fmt), dtype=torch.float64, device=qdata.device)
     return table[codes(qdata, 4 if fmt in LEVELS else 1 + sum(FORMATS[fmt][:2]))]
 

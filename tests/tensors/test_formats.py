@@ -387,6 +387,19 @@ def test_views_and_gathers(scheme):
         assert torch.equal(q.chunk(2, 1)[1].mT[2].dequantize(), want[2, 6:].t())
 
 
+@pytest.mark.parametrize("scheme, unit", [("int5_w5a16:g32", 128), ("int6_w6a16:g16", 64)])
+def test_views_of_columns_in_planes(scheme, unit):
+    w = torch.randn(2, 4, 256)
+    q = moe_ops.quantize(w, scheme)
+    part = q[:, :, unit : 2 * unit]
+    assert part.qdata.untyped_storage().data_ptr() == q.qdata.untyped_storage().data_ptr()
+    assert torch.equal(part.dequantize(), q.dequantize()[:, :, unit : 2 * unit])
+    with pytest.raises(ValueError, match=f"start at a multiple of {unit}, where bits of columns"):
+        q[:, :, unit // 2 : unit + unit // 2]
+    with pytest.raises(ValueError, match=f"columns of which {unit} lie together, as in the whole"):
+        q[:, :, : unit // 2]
+
+
 def test_views_refuse_to_cut_a_byte_or_a_group():
     for scheme, start, end in (
         ("int4_w4a16:channel", 1, 4),

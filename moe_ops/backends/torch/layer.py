@@ -86,7 +86,7 @@ class Matrix(ctypes.Structure):
         *[(name, _size) for name in ("zero_expert", "zero_row", "bias_expert")],
         *[(name, _size) for name in ("global_expert", "global_row", "super_expert", "super_row")],
         *[(name, _int) for name in ("groups", "scale_type", "minima")],
-        *[(name, _int) for name in ("decoder", "bias_type")],
+        *[(name, _int) for name in ("decoder", "bias_type", "together")],
         ("levels", ctypes.c_int16 * 16),
         ("unit", ctypes.c_float),
     ]
@@ -469,8 +469,10 @@ def _matrix(weight: _Facts, desc: QuantDesc | None, decoder: str) -> Matrix:
         found.minima = desc.minimum
         found.zero_row = found.scale_row if desc.minimum else weight.zero_point[2]
         found.zero_expert = found.zero_row * weight.zero_point[1]
+    columns = 0 if desc is None else scales.unpacked_size(weight.shape[2], desc.format.bits)
+    if desc is not None and desc.format.high_bits:
+        found.together = scales.unit_of_planes(columns, desc.format.high_bits)
     if desc is not None and desc.two_levels:
-        columns = scales.unpacked_size(weight.shape[2], desc.format.bits)
         found.super_row = columns // SUPER_BLOCK * desc.super_width * 2  # fp16
         found.super_expert = found.super_row * rows
     if weight.global_scale is not None:  # fp32

@@ -62,6 +62,7 @@ struct Matrix {
     int32_t minima;         // whether zero_point holds them
     int32_t decoder;        // of _DECODERS of backends/torch/layer.py
     int32_t bias_type;
+    int32_t together;       // columns of a unit of planes, of 5 and 6 bits: 32, 64 or 128
     int16_t levels[16];     // what codes of 4 bits stand for, in units of `unit`
     float unit;
 };
@@ -210,6 +211,28 @@ inline float number(const OfRow& of, int64_t g, int groups) {
     if (of.type < 3) return number(of.at, g, of.type);
     return int8_t(of.at[g]) * widen_fp16(of.super[g / (2 * groups) * of.stride]);
 }
+
+// Where the codes of a step of 128 columns of 5 or 6 bits are, which lie in planes (ElementFormat.high_bits): of the 64
+// bytes of low bits, in the order of columns, and of the bytes of high bits of the same columns, and where in these
+// the bits begin. The low bits of 32 columns follow each other.
+template <int BITS>
+struct Planes {
+    static constexpr int HIGH = BITS - 4, BYTES = BITS * BLOCK / 8;
+    int run;  // bytes of high bits of a unit
+    alignas(64) uint8_t low[64], high[64], shift[64];
+
+    explicit Planes(int unit) : run(unit * HIGH / 8) {
+        for (int i = 0; i < 64; ++i) {
+            const int first = 2 * i / unit * (unit / 2 + run), within = i % (unit / 2);
+            low[i] = uint8_t(first + within), high[i] = uint8_t(first + unit / 2 + within % run);
+            shift[i] = uint8_t(within / run * 2 * HIGH);
+        }
+    }
+    static const Planes& of(const Matrix& m) {
+        static const Planes all[] = {Planes(32), Planes(64), Planes(128)};
+        return all[m.together / 64];
+    }
+};
 
 #define INLINE TARGET __attribute__((always_inline)) inline
 #define INLINED TARGET __attribute__((always_inline))  // a lambda

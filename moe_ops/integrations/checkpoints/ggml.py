@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moe_ops.integrations.checkpoints import reading
 from moe_ops.integrations.checkpoints.common import Config, Matrix, require, shape_of
-from moe_ops.numerics.elements import pack_words
-from moe_ops.schemes import GGUF_TYPES
+from moe_ops.numerics.elements import pack, pack_words
+from moe_ops.schemes import GGUF_TYPES, get_scheme
 
 Parts = dict[str, Tensor]
 
@@ -103,9 +103,12 @@ def convert(name: str, t: Parts, config: Config) -> Parts:
     blocks = t["weight"].view(-1, size // _BY_NAME[name].bytes, _BY_NAME[name].bytes)
     rows = max(1, _AT_ONCE // (size // _BY_NAME[name].bytes * _BY_NAME[name].elements))
     made: Parts = {}
+    fmt = get_scheme(GGUF_TYPES[name]).quantized_weight.format
     for begin in range(0, len(blocks), rows):
         for part, value in _DECODERS[name](blocks[begin : begin + rows]).items():
             value = value.flatten(-2)  # of a row
+            if part == "codes":
+                part, value = "qdata", pack(value.view(torch.uint8), fmt)
             if not begin:
                 whole = (len(blocks), value.shape[-1])
                 new = reading.empty if value.is_cpu else value.new_empty
@@ -183,25 +186,25 @@ def _of_chunks(words: Tensor, size: int) -> Tensor:
 
 def _q4_0(b: Tensor) -> Parts:
     """d | b[16]: d (u - 8), u = lo then hi."""
-    return {"qdata": pack_words(_halves(_words(b, 2, 18)), 4), "scale": _half(b, 0)}
+    return {"qdata": pack_words(_halves(_words(b, 2, 18))), "scale": _half(b, 0)}
 
 
 def _q4_1(b: Tensor) -> Parts:
     """d m | b[16]: d u + m."""
-    codes = pack_words(_halves(_words(b, 4, 20)), 4)
+    codes = pack_words(_halves(_words(b, 4, 20)))
     return {"qdata": codes, "scale": _half(b, 0), "zero_point": _half(b, 2)}
 
 
 def _q5_0(b: Tensor) -> Parts:
     """d | h[4] | b[16]: d (u - 16), the bits of h are bit 4 of u."""
     codes = _halves(_words(b, 6, 22)) | (_bits(b[..., 2:6]) << 4)
-    return {"qdata": pack_words(codes, 5), "scale": _half(b, 0)}
+    return {"codes": codes, "scale": _half(b, 0)}
 
 
 def _q5_1(b: Tensor) -> Parts:
     """d m | h[4] | b[16]: d u + m."""
     codes = _halves(_words(b, 8, 24)) | (_bits(b[..., 4:8]) << 4)
-    return {"qdata": pack_words(codes, 5), "scale": _half(b, 0), "zero_point": _half(b, 2)}
+    return {"codes": codes, "scale": _half(b, 0), "zero_point": _half(b, 2)}
 
 
 def _q8_0(b: Tensor) -> Parts:
@@ -215,7 +218,7 @@ def _q2_k(b: Tensor) -> Parts:
     """
     codes = _spread(_words(b, 16, 80).unflatten(-1, (2, 4)), 2).flatten(-2)
     scales = _with_minima(b[..., :16] & 15, b[..., :16] >> 4, _half(b, 80), _half(b, 82))
-    return {"qdata": pack_words(codes, 4), **scales}
+    return {"qdata": pack_words(codes), **scales}
 
 
 def _q3_k(b: Tensor) -> Parts:
@@ -229,19 +232,19 @@ def _q3_k(b: Tensor) -> Parts:
     low = torch.cat((low & 15, low >> 4), -1)
     above = torch.cat([(above >> place) & 3 for place in (0, 2, 4, 6)], -1)
     scales = (low | (above << 4)).to(torch.int8) - 32
-    return {"qdata": pack_words(codes, 4), **_two_levels(scales, _half(b, 108))}
+    return {"qdata": pack_words(codes), **_two_levels(scales, _half(b, 108))}
 
 
 def _q4_k(b: Tensor) -> Parts:
     """d dmin | s[12] | b[128]: (d sc) u - dmin mn, groups of 32; lo of 32 bytes, then hi."""
-    codes = pack_words(_of_chunks(_words(b, 16, 144), 4), 4)
+    codes = pack_words(_of_chunks(_words(b, 16, 144), 4))
     return {"qdata": codes, **_scales_and_minima(b)}
 
 
 def _q5_k(b: Tensor) -> Parts:
     """d dmin | s[12] | h[32] | b[128]: bit 4 of element e is bit e >> 5 of h[e & 31]."""
     codes = _of_chunks(_words(b, 48, 176), 4) | (_spread(_words(b, 16, 48), 1) << 4)
-    return {"qdata": pack_words(codes, 5), **_scales_and_minima(b)}
+    return {"codes": codes, **_scales_and_minima(b)}
 
 
 def _q6_k(b: Tensor) -> Parts:
@@ -251,7 +254,7 @@ def _q6_k(b: Tensor) -> Parts:
     codes = _of_chunks(_words(b, 0, 128), 8)
     codes = codes | (_spread(_words(b, 128, 192).unflatten(-1, (2, 4)), 2).flatten(-2) << 4)
     scales = b[..., 192:208].view(torch.int8)
-    return {"qdata": pack_words(codes, 6), **_two_levels(scales, _half(b, 208))}
+    return {"codes": codes, **_two_levels(scales, _half(b, 208))}
 
 
 def _iq4_nl(b: Tensor) -> Parts:
@@ -266,13 +269,13 @@ def _iq4_xs(b: Tensor) -> Parts:
     low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
     high = torch.stack([(b[..., 2:4] >> place) & 3 for place in (0, 2, 4, 6)], -1).flatten(-2)
     scales = (low | (high << 4)).to(torch.int8) - 32
-    codes = pack_words(_of_chunks(_words(b, 8, 136), 2), 4)
+    codes = pack_words(_of_chunks(_words(b, 8, 136), 2))
     return {"qdata": codes, **_two_levels(scales, _half(b, 0))}
 
 
 def _mxfp4(b: Tensor) -> Parts:
     """e | b[16]: 2^(e - 127) e2m1(u), u as in Q4_0."""
-    return {"qdata": pack_words(_halves(_words(b, 1, 17)), 4), "scale": b[..., :1]}
+    return {"qdata": pack_words(_halves(_words(b, 1, 17))), "scale": b[..., :1]}
 
 
 def _nvfp4(b: Tensor) -> Parts:
@@ -281,7 +284,7 @@ def _nvfp4(b: Tensor) -> Parts:
     """
     scale = b[..., :4] & 127
     scale = scale.masked_fill(scale == 127, 0).view(torch.float8_e4m3fn)
-    return {"qdata": pack_words(_of_chunks(_words(b, 4, 36), 1), 4), "scale": scale}
+    return {"qdata": pack_words(_of_chunks(_words(b, 4, 36), 1)), "scale": scale}
 
 
 _DECODERS: dict[str, Callable[[Tensor], Parts]] = {

@@ -132,6 +132,7 @@ def columns(
     FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    high=None,
 ):
     """(BLOCK_N, BLOCK_K) weights in `dtype`, divided by `shift`."""
     IN_WORDS: tl.constexpr = (FORMAT == "int4" and SCALE != "minimum") or is_level(FORMAT)
@@ -142,7 +143,9 @@ def columns(
             w = scaled_words(level_words(p, FORMAT), s, BLOCK_N, GROUPS, BLOCK_K // 2 // GROUPS)
         return apart(w, BLOCK_N, BLOCK_K)
     else:
-        w0, w1 = weights(p, s, zero, dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO)
+        w0, w1 = weights(
+            p, s, zero, dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO, high
+        )
         if in_pairs(FORMAT):
             return tl.join(w0, w1).reshape(BLOCK_N, BLOCK_K)
         else:

@@ -193,8 +193,23 @@ def is_e2m1(FORMAT):
 
 @triton.constexpr_function
 def in_pairs(FORMAT):
-    """Whether a byte has two columns."""
-    return FORMAT in ("int4", "int4_e4m3") or is_e2m1(FORMAT) or is_level(FORMAT)
+    """Whether a byte has two columns, or the low bits of two in planes."""
+    nibbles = FORMAT in ("int4", "int4_e4m3") or is_e2m1(FORMAT) or is_level(FORMAT)
+    return nibbles or high_bits(FORMAT) > 0
+
+
+@triton.constexpr_function
+def high_bits(FORMAT):
+    """Bits of a column above its low four, in planes (`schemes.ElementFormat.high_bits`); else
+    0.
+    """
+    return {"int5": 1, "int6": 2}.get(FORMAT, 0)
+
+
+@triton.constexpr_function
+def runs_of(FORMAT):
+    """Runs of low bytes that share a run of high bytes, of formats in planes; else 1."""
+    return 4 // high_bits(FORMAT) if high_bits(FORMAT) else 1
 
 
 @triton.jit
@@ -299,17 +314,15 @@ def e2m1(code):
 
 @triton.constexpr_function
 def odd_bits(FORMAT):
-    """Bits of a column, if they are 5 or 6; 0 of other formats. Such columns are loaded one by
-    one.
+    """Bits of a column, if they are 6 and follow each other; 0 of other formats. Such columns are
+    loaded one by one.
     """
-    if FORMAT == "int5":
-        return 5
-    return 6 if FORMAT in ("e3m2", "e2m3", "int6") else 0
+    return 6 if FORMAT in ("e3m2", "e2m3") else 0
 
 
 @triton.jit
 def codes_across_bytes(p, ptrs, stride, column, end, BITS: tl.constexpr):
-    """Codes of 5 or 6 bits: from the bytes in which they begin, and their other bits from the
+    """Codes of 6 bits: from the bytes in which they begin, and their other bits from the
     next.
     """
     place = BITS * column % 8
@@ -317,6 +330,43 @@ def codes_across_bytes(p, ptrs, stride, column, end, BITS: tl.constexpr):
     following = tl.load(ptrs + stride, mask=(more & (column < end))[None, :], other=0)
     both = p.to(tl.int32) | following.to(tl.int32) << 8
     return (both >> place[None, :] & ((1 << BITS) - 1)).to(tl.uint8)
+
+
+@triton.constexpr_function
+def plane_assembly(HIGH, RUN, MIDDLE):
+    """What `plane_pair` runs: the bits of 128 + code are assembled, and 128 + MIDDLE is
+    subtracted.
+    """
+    mask = ((1 << HIGH) - 1 << 4) * 0x10001
+    first = 2 * HIGH * RUN
+    lines = f"""{{
+        .reg .b32 q, g, a, b, o, u, m;
+        mov.b32 o, 0x43004300; mov.b32 u, 0x3f803f80;
+        mov.b32 m, {0xC300C300 + MIDDLE * 0x10001:#x};
+        prmt.b32 q, $4, 0, 0x3120; prmt.b32 g, $5, 0, 0x3120;"""
+    places = (0, first), (8, first + 8), (4, first + HIGH), (12, first + HIGH + 8)
+    for out, (low, high) in enumerate(places):
+        move = f"shr.u32 b, g, {high - 4};" if high > 4 else f"shl.b32 b, g, {4 - high};"
+        lines += f"""
+        shr.u32 a, q, {low}; lop3.b32 a, a, 0x000f000f, o, 0xea;
+        {move} lop3.b32 a, b, {mask:#x}, a, 0xea; fma.rn.bf16x2 ${out}, a, u, m;"""
+    return lines + "\n}"
+
+
+@triton.jit
+def plane_pair(p, h, FORMAT: tl.constexpr, RUN: tl.constexpr, MIDDLE: tl.constexpr):
+    """(even columns, odd columns) in bf16: codes of a run in planes, less MIDDLE, of its low
+    bytes and of the bytes of high bits.
+    """
+    ASSEMBLY: tl.constexpr = plane_assembly(high_bits(FORMAT), RUN, MIDDLE)
+    return tl.inline_asm_elementwise(
+        ASSEMBLY,
+        "=&r,=&r,=&r,=&r,r,r",
+        [p, h],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -393,6 +443,8 @@ def weights(
     FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    high=None,  # of formats in planes the bytes of high bits of run RUN, whose low bytes are p
+    RUN: tl.constexpr = 0,
 ):
     """(w0, w1) in `dtype`: even and odd columns of formats of 4 bits, twice all columns of others.
     int4 weights with e4m3 scales are rounded to e4m3. In bf16, e2m1 is smaller by a power of two
@@ -401,8 +453,8 @@ def weights(
     """
     PAIRS: tl.constexpr = in_pairs(FORMAT)
     SIX: tl.constexpr = FORMAT == "e3m2" or FORMAT == "e2m3"
-    CODES: tl.constexpr = FORMAT == "int5" or FORMAT == "int6"
-    MIDDLE: tl.constexpr = 16 if FORMAT == "int5" else 32
+    HIGH: tl.constexpr = high_bits(FORMAT)
+    MIDDLE: tl.constexpr = 8 << HIGH if HIGH > 0 and not HAS_ZERO else 0
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight"
     MINIMUM: tl.constexpr = SCALE == "minimum"
     ROUNDED: tl.constexpr = FORMAT == "int4" and SCALE == "e4m3"
@@ -439,14 +491,16 @@ def weights(
                 zero = zero.to(tl.int8, bitcast=True).to(tl.bfloat16)
                 w0 -= spread(zero, BLOCK_N, GROUPS, EACH)
             w1 = w0
-        elif CODES:
-            s = spread(s.to(tl.float32), BLOCK_N, GROUPS, EACH)
+        elif HIGH > 0:
+            w0, w1 = plane_pair(p, high, FORMAT, RUN, MIDDLE)
             if HAS_ZERO:
+                s = spread(s.to(tl.float32), BLOCK_N, GROUPS, EACH)
                 zero = spread(zero.to(tl.float32), BLOCK_N, GROUPS, EACH)
-                w0 = tl.fma(integer(p, 0), s, zero).to(tl.bfloat16)
+                w0 = tl.fma(w0.to(tl.float32), s, zero).to(tl.bfloat16)
+                w1 = tl.fma(w1.to(tl.float32), s, zero).to(tl.bfloat16)
             else:
-                w0 = (integer(p, MIDDLE) * s).to(tl.bfloat16)
-            w1 = w0
+                w0 = times(w0, s, BLOCK_N, GROUPS, EACH)
+                w1 = times(w1, s, BLOCK_N, GROUPS, EACH)
         elif SIX:
             w0 = six_bit_value(p, FORMAT, tl.bfloat16)
             w1 = w0
@@ -470,9 +524,11 @@ def weights(
                 w0, w1 = e2m1(w0), e2m1(w1)
             elif is_level(FORMAT):
                 w0, w1 = level(w0, FORMAT), level(w1, FORMAT)
-        elif CODES:
-            w0 = integer(p, 0 if HAS_ZERO else MIDDLE)
-            w1 = w0
+            elif HIGH > 0:
+                bits = (high >> (2 * HIGH * RUN)).to(tl.int32)
+                MASK: tl.constexpr = ((1 << HIGH) - 1) << 4
+                w0 = integer(w0.to(tl.int32) | (bits << 4 & MASK), MIDDLE)
+                w1 = integer(w1.to(tl.int32) | (bits << (4 - HIGH) & MASK), MIDDLE)
         elif SIX:
             w0 = six_bit_value(p, FORMAT, tl.float32)
             w1 = w0
@@ -526,9 +582,11 @@ def operands(
     FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    high=None,
+    RUN: tl.constexpr = 0,
 ):
-    """(x0, x1, w0, w1) with x @ w.T = x0 @ w0.T + x1 @ w1.T. For 6- and 8-bit formats, x @ w.T is
-    x0 @ w0.T, and x1, w1 repeat x0, w0.
+    """(x0, x1, w0, w1) with x @ w.T = x0 @ w0.T + x1 @ w1.T. For formats whose bytes have no two
+    columns, x @ w.T is x0 @ w0.T, and x1, w1 repeat x0, w0.
     """
     if INTERPRET:  # the interpreter's 16-bit products are wrong
         x = x.to(tl.float32)
@@ -537,5 +595,7 @@ def operands(
     else:
         x0 = x
         x1 = x
-    w0, w1 = weights(p, s, zero, x.dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO)
+    w0, w1 = weights(
+        p, s, zero, x.dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO, high, RUN
+    )
     return x0, x1, w0, w1

@@ -47,7 +47,7 @@ from moe_ops.kernels.rows.scales import flat
 from moe_ops.meta.workspace import cdiv
 from moe_ops.ops.args import ExpertsArgs
 
-CHUNK = 16  # bytes of a row that a thread reads at a time; of 5 and 6 bits 5 or 6 words
+CHUNK = 16  # bytes of a row that a thread reads at a time, of 5 and 6 bits of either plane
 ALL_PAIRS = tl.constexpr(1 << 30)  # passed as top_k, so that every pair is of token 0
 
 
@@ -385,10 +385,13 @@ def _why_not(
 ) -> str | None:
     """Why the kernels cannot run with such weights at any address, or None."""
     of_chunk = _columns_of_chunk(of)
+    unit = 64 if of.bits == 6 else 128 if of.bits == 5 else of_chunk
     if of.name not in GEMV_FORMATS or of.scale == "weight":
         return f"gemv takes no {of.name} weights whose scales are {of.scale!r}"
-    if any([size % of_chunk for size in columns]):
-        return f"gemv takes rows of whole chunks, {of_chunk} columns, got {columns}"
+    if any([size % unit for size in columns]):
+        return (
+            f"gemv takes rows of whole chunks, or units of planes, {unit} columns, got {columns}"
+        )
     if of.group and of.group % of_chunk and 2 * of.group != of_chunk:
         return f"gemv takes groups of whole chunks or their halves, got {of.group} columns"
     if not all([one[0] % CHUNK == one[1] % CHUNK == 0 and one[2] == 1 for one in strides]):

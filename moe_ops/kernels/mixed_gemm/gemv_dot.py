@@ -17,10 +17,11 @@ from moe_ops.kernels.mixed_gemm.decode import (
     SUPER,
     factors_above,
     group_scale,
+    high_bits,
     in_one_level,
     in_pairs,
     is_e2m1,
-    odd_bits,
+    runs_of,
 )
 from moe_ops.kernels.mixed_gemm.levels import is_level, level, level_unit, words_of_levels
 
@@ -38,8 +39,8 @@ INT4_REST = tl.constexpr(2.0**80)
 
 @triton.constexpr_function
 def word_columns(FORMAT):
-    """Columns of a row in 32 bits; of 5 and 6 bits a fourth of a chunk, which has 32."""
-    return 8 if in_pairs(FORMAT) or odd_bits(FORMAT) else 4
+    """Columns of a row in 32 bits, of formats in planes in those of low bits."""
+    return 8 if in_pairs(FORMAT) else 4
 
 
 @triton.jit
@@ -239,64 +240,75 @@ def load_side_by_side(
 
 
 @triton.jit
-def load_odd_words(ptrs, here, BITS: tl.constexpr):
-    """The words (BLOCK_N, CHUNKS) of chunks of 5 or 6 words, at the first of each; of 5 the last
-    one again.
+def load_words(words_ptr, first, row, here, w_stride_n):
+    """The four words (BLOCK_N, 4 * CHUNKS) from the `first` (CHUNKS,) of each row of an expert on.
+
+    No `other`: unless `here`, x is zero, and every word is a finite number.
     """
-    w0, w1 = load_along_rows(ptrs, here, 0), load_along_rows(ptrs + 1, here, 0)
-    w2, w3 = load_along_rows(ptrs + 2, here, 0), load_along_rows(ptrs + 3, here, 0)
-    w4 = load_along_rows(ptrs + 4, here, 0)
-    w5 = load_along_rows(ptrs + 5, here, 0) if BITS == 6 else w4
-    return w0, w1, w2, w3, w4, w5
+    word = repeat_each(first, 4)
+    word += tl.arange(0, word.shape[0]) % 4
+    word = tl.max_contiguous(tl.multiple_of(word, 4), 4)
+    start = row.to(tl.int64) * tl.multiple_of(w_stride_n // 4, 4)
+    return tl.load(
+        words_ptr + start[:, None] + word[None, :],
+        mask=tl.max_constancy(repeat_each(here.to(tl.int32), 4) > 0, 4)[None, :],
+        eviction_policy="evict_first",
+    )
 
 
 @triton.jit
-def odd_product(words, x, acc, BIT: tl.constexpr, BITS: tl.constexpr):
-    """acc + 2^-80 * code * x, with the code at this bit of the words: as `int4_product`."""
-    AT: tl.constexpr = BIT % 32
-    w = words[BIT // 32]
-    if AT + BITS > 32:
-        w = (w >> AT) | (words[BIT // 32 + 1] << (32 - AT))
-        return int4_product(w, x, acc, 0, BITS)
-    elif AT + BITS > 23:
-        return int4_product(w >> 16, x, acc, AT - 16, BITS)
-    else:
-        return int4_product(w, x, acc, AT, BITS)
+def four_words(w, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr):
+    """The words (BLOCK_N, CHUNKS) of each chunk."""
+    even, odd = w.reshape(BLOCK_N, CHUNKS, 2, 2).split()
+    w0, w2 = even.split()
+    w1, w3 = odd.split()
+    return w0, w1, w2, w3
 
 
 @triton.jit
-def odd_products(words, x, acc, FIRST: tl.constexpr, BITS: tl.constexpr):
-    """acc plus the products of eight columns, the first at this bit of the words, with x."""
+def plane_products(w, h, place, x, acc, HIGH: tl.constexpr):
+    """acc plus the products of the eight columns of words w of low bits with x, as `int4_product`.
+    Each byte of h has at bit `place` the high bits of the columns of that byte of w.
+    """
     x0, x1, x2, x3, x4, x5, x6, x7 = split_columns(x, 8)
-    acc = odd_product(words, x0, acc, FIRST, BITS)
-    acc = odd_product(words, x1, acc, FIRST + BITS, BITS)
-    acc = odd_product(words, x2, acc, FIRST + 2 * BITS, BITS)
-    acc = odd_product(words, x3, acc, FIRST + 3 * BITS, BITS)
-    acc = odd_product(words, x4, acc, FIRST + 4 * BITS, BITS)
-    acc = odd_product(words, x5, acc, FIRST + 5 * BITS, BITS)
-    acc = odd_product(words, x6, acc, FIRST + 6 * BITS, BITS)
-    return odd_product(words, x7, acc, FIRST + 7 * BITS, BITS)
+    MASK: tl.constexpr = (((1 << HIGH) - 1) << 4) * 0x01010101
+    h = h >> place[None, :]
+    code = (w & 0x0F0F0F0F) | (h << 4 & MASK)  # one to a byte
+    acc = int4_product(code, x0, acc, 0, 4 + HIGH)
+    acc = int4_product(code, x2, acc, 8, 4 + HIGH)
+    acc = int4_product(code, x4, acc, 16, 4 + HIGH)
+    acc = int4_product(code >> 16, x6, acc, 8, 4 + HIGH)
+    code = (w >> 4 & 0x0F0F0F0F) | (h << (4 - HIGH) & MASK)
+    acc = int4_product(code, x1, acc, 0, 4 + HIGH)
+    acc = int4_product(code, x3, acc, 8, 4 + HIGH)
+    acc = int4_product(code, x5, acc, 16, 4 + HIGH)
+    return int4_product(code >> 16, x7, acc, 8, 4 + HIGH)
 
 
 @triton.jit
-def odd_chunk_products(
-    words, first, second, zero, x0, x1, x2, x3,
-    BITS: tl.constexpr, SCALE_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+def plane_chunk_products(
+    planes, first, second, zero, x0, x1, x2, x3,
+    HIGH: tl.constexpr, SCALE_GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
-    """`chunk_products` of codes of 5 or 6 bits, in groups of 16 or at least 32 columns."""
-    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    """`chunk_products` of codes in planes, in groups of 16 or at least 32 columns."""
+    MIDDLE: tl.constexpr = 8 << HIGH
+    w, h, place = planes
+    BLOCK_N: tl.constexpr = w.shape[0]
+    CHUNKS: tl.constexpr = x0.shape[0]
+    w0, w1, w2, w3 = four_words(w, BLOCK_N, CHUNKS)
+    h0, h1, h2, h3 = four_words(h, BLOCK_N, CHUNKS)
     first, second = first.to(tl.float32), second.to(tl.float32)
     low = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), 1)[None, :]
     high = tl.sum(x2.to(tl.float32) + x3.to(tl.float32), 1)[None, :]
-    part = odd_products(words, x0, tl.zeros_like(first), 0, BITS)
-    part = odd_products(words, x1, part, 8 * BITS, BITS)
+    part = plane_products(w0, h0, place, x0, tl.zeros_like(first), HIGH)
+    part = plane_products(w1, h1, place, x1, part, HIGH)
     total = part
     if SCALE_GROUP == 16:
         tl.static_assert(not HAS_ZERO)
         total = (part * INT4_REST - MIDDLE * low) * first
         part = tl.zeros_like(first)
-    part = odd_products(words, x2, part, 16 * BITS, BITS)
-    part = odd_products(words, x3, part, 24 * BITS, BITS) * INT4_REST
+    part = plane_products(w2, h2, place, x2, part, HIGH)
+    part = plane_products(w3, h3, place, x3, part, HIGH) * INT4_REST
     if SCALE_GROUP == 16:
         return total + (part - MIDDLE * high) * second
     elif HAS_ZERO:
@@ -329,31 +341,26 @@ def load_chunks(
     SCALE_GROUP: tl.constexpr,
     FACTOR_STEP: tl.constexpr,
 ):
-    """(words (BLOCK_N, 4 * CHUNKS), or of 5 and 6 bits those of `load_odd_words`, scales of the
-    first and second half of chunks, zero points or minima). Scales are zero unless `here`.
-    Those in two levels are brought into one.
+    """(words (BLOCK_N, 4 * CHUNKS), or in planes those of low bits, those of high bits, and the
+    bit (CHUNKS,) where these begin in each byte; scales of the first and second half of chunks,
+    zero points or minima). Scales are zero unless `here`. Those in two levels are brought into
+    one.
 
     Words have two dimensions, so that Triton knows only the last to be contiguous, and spreads
     threads over chunks.
     """
     COLUMNS: tl.constexpr = 4 * word_columns(FORMAT)
-    BITS: tl.constexpr = odd_bits(FORMAT)
+    HIGH: tl.constexpr = high_bits(FORMAT)
     words_ptr = w_ptr.to(tl.pointer_type(tl.uint32))
-    if BITS > 0:
-        words_ptr += (expert * (w_stride_e // 4) + chunk * BITS)[None, :]
-        words_ptr += (row.to(tl.int64) * (w_stride_n // 4))[:, None]
-        w = load_odd_words(words_ptr, here[None, :], BITS)
+    start = expert * (w_stride_e // 4)
+    if HIGH > 0:  # a chunk is a run of low bytes; so many, and a run of high bytes, are a unit
+        RUNS: tl.constexpr = runs_of(FORMAT)
+        start += chunk // RUNS * (4 * RUNS + 4)
+        h = load_words(words_ptr, start + 4 * RUNS, row, here, w_stride_n)
+        low = load_words(words_ptr, start + chunk % RUNS * 4, row, here, w_stride_n)
+        w = low, h, (chunk % RUNS * (2 * HIGH)).to(tl.uint32)
     else:
-        word = repeat_each(expert * (w_stride_e // 4) + chunk * 4, 4)
-        word += tl.arange(0, word.shape[0]) % 4
-        word = tl.max_contiguous(tl.multiple_of(word, 4), 4)
-        start = row.to(tl.int64) * tl.multiple_of(w_stride_n // 4, 4)
-        # No `other`: unless `here`, x is zero, and every word is a finite number.
-        w = tl.load(
-            words_ptr + start[:, None] + word[None, :],
-            mask=tl.max_constancy(repeat_each(here.to(tl.int32), 4) > 0, 4)[None, :],
-            eviction_policy="evict_first",
-        )
+        w = load_words(words_ptr, start + chunk * 4, row, here, w_stride_n)
     here = here[None, :]
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(tl.pointer_type(tl.uint8))
@@ -413,10 +420,10 @@ def chunk_products(
     HAS_ZERO: tl.constexpr,
 ):
     """Scaled sums of the products of chunks with x, (BLOCK_N, CHUNKS)."""
-    BITS: tl.constexpr = odd_bits(FORMAT)
-    if BITS > 0:
-        return odd_chunk_products(
-            w, first, second, zero, x0, x1, x2, x3, BITS, SCALE_GROUP, HAS_ZERO
+    HIGH: tl.constexpr = high_bits(FORMAT)
+    if HIGH > 0:
+        return plane_chunk_products(
+            w, first, second, zero, x0, x1, x2, x3, HIGH, SCALE_GROUP, HAS_ZERO
         )
     else:
         return even_chunk_products(
@@ -434,9 +441,7 @@ def even_chunk_products(
     CHUNKS: tl.constexpr = x0.shape[0]
     # a chunk has two groups
     TWO_GROUPS: tl.constexpr = SCALE_GROUP > 0 and 4 * word_columns(FORMAT) > SCALE_GROUP
-    even, odd = w.reshape(BLOCK_N, CHUNKS, 2, 2).split()
-    w0, w2 = even.split()
-    w1, w3 = odd.split()
+    w0, w1, w2, w3 = four_words(w, BLOCK_N, CHUNKS)
     part = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
     part = word_products(w0, x0, part, FORMAT)
     part = word_products(w1, x1, part, FORMAT)

@@ -15,7 +15,7 @@ from moe_ops.kernels.configs import DECODED, LEVELS, GemmConfig
 from moe_ops.kernels.launch import Constant, Gpu, Pointer, Specialized, unprefixed
 from moe_ops.meta.scales import TRITON_E2M1
 from moe_ops.meta.workspace import cdiv
-from moe_ops.schemes import QuantDesc, get_scheme
+from moe_ops.schemes import ELEMENT_FORMATS, QuantDesc, get_scheme
 
 # `MixedOperand.stages_of_many`
 STAGES_OF_WORDS = 3  # of prepared e2m1
@@ -47,6 +47,11 @@ class Format(NamedTuple):
         """
         scaled = ("weight", "minimum", "e8m0", "e4m3")
         return self.scale in scaled and self.x_bits == 16
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of a weight above its low four, of formats in planes."""
+        return ELEMENT_FORMATS[self.name].high_bits if self.name in ELEMENT_FORMATS else 0
 
     @property
     def x_bits(self) -> int:

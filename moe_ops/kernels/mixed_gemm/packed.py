@@ -43,9 +43,11 @@ from moe_ops.kernels.mixed_gemm.decode import (
     SUPER,
     codes_across_bytes,
     factors_above,
+    high_bits,
     in_one_level,
     in_pairs,
     odd_bits,
+    runs_of,
 )
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
@@ -57,6 +59,7 @@ from moe_ops.kernels.mixed_gemm.operands import (
 )
 from moe_ops.kernels.mixed_gemm.sm80_mma import first_bytes
 from moe_ops.kernels.place.routing import Routing
+from moe_ops.meta.scales import unit_of_planes
 from moe_ops.meta.workspace import cdiv
 
 BLOCK_M = 128  # rows of a block
@@ -116,6 +119,17 @@ def factor_tile(
     return tl.load(ptrs, mask=row < tl.where(k < K, N, 0), other=0)
 
 
+@triton.jit
+def bytes_in_planes(byte, HIGH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
+    """(where in a row a byte of low bits is, and that of the high bits of its columns; the bit
+    where these begin) of bytes counted in the order of columns. High bytes come once for each run.
+    """
+    within = byte % (RUNS * RUN)
+    first = byte // (RUNS * RUN) * ((RUNS + 1) * RUN)
+    place = (within // RUN * (2 * HIGH)).to(tl.uint8)
+    return first + within, first + RUNS * RUN + within % RUN, place
+
+
 @unprefixed
 class PackedTile(NamedTuple):
     """A tile of the weight, (BLOCK_N, BLOCK_K), and how many rows it multiplies."""
@@ -127,6 +141,7 @@ class PackedTile(NamedTuple):
     BLOCK_N: Constant
     BLOCK_K: Constant
     NUM_STAGES: Constant
+    RUN: Constant  # bytes of a run of a format in planes, else 0
 
 
 @unprefixed
@@ -208,6 +223,7 @@ def moe_ops_train_packed(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """y = x @ w.T, or x @ w if TRANSPOSE, for the rows of each expert, and the same product of
     rows and matrices of the rank; other rows are left as they are. Grid: blocks times column tiles
@@ -239,7 +255,8 @@ def moe_ops_train_packed(
         if SCALE != "minimum":
             w_zero_ptr = w_zero_ptr.to(tl.pointer_type(tl.uint8))
         w_zero_ptr += e * w_zero_stride_e
-    byte = first_bytes(BLOCK_K, FORMAT)
+    HIGH: tl.constexpr = high_bits(FORMAT)
+    byte = first_bytes(BLOCK_K, FORMAT, 0)
 
     n = 0 if TRANSPOSE else tile * OUT
     k = tile * OUT if TRANSPOSE else 0
@@ -269,12 +286,21 @@ def moe_ops_train_packed(
         # of the last row for those behind it, because codes_across_bytes masks columns alone
         at = row if EVEN else tl.minimum(row, N - 1)
         p_ptrs = w_ptr + at.to(tl.int64)[:, None] * w_stride_n
-        p_ptrs += (k * BITS // 8 + byte)[None, :] * w_stride_k
+        high = None
+        if HIGH > 0:
+            low, upper, place = bytes_in_planes(k // 2 + byte, HIGH, runs_of(FORMAT), RUN)
+            h_ptrs = p_ptrs + tl.max_contiguous(upper, RUN)[None, :] * w_stride_k
+            p_ptrs += tl.max_contiguous(low, RUN)[None, :] * w_stride_k
+        else:
+            p_ptrs += (k * BITS // 8 + byte)[None, :] * w_stride_k
         if EVEN:
             p = tl.load(p_ptrs)
         else:
             ok = (row < N)[:, None] & (byte < (K - k) * BITS // 8)[None, :]
             p = tl.load(p_ptrs, mask=ok, other=0)
+        if HIGH > 0:
+            high = tl.load(h_ptrs) if EVEN else tl.load(h_ptrs, mask=ok, other=0)
+            high = high >> place[None, :]
         if ODD_BITS > 0:
             column_of = tl.arange(0, BLOCK_K)
             p = codes_across_bytes(p, p_ptrs, w_stride_k, column_of, K - k, ODD_BITS)
@@ -300,7 +326,7 @@ def moe_ops_train_packed(
             of_rows = w_factor_ptr + e * w_factor_stride_e + row.to(tl.int64) * w_factor_stride_n
             factor = tl.load(of_rows, mask=row < N, other=1.0)
             x = (x.to(tl.float32) * (first_factor / factor)[None, :]).to(dtype)
-        w = columns(p, s, zero, dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO)
+        w = columns(p, s, zero, dtype, BLOCK_N, BLOCK_K, GROUPS, FORMAT, SCALE, HAS_ZERO, high)
         if INTERPRET:  # the interpreter's 16-bit products are wrong
             x = x.to(tl.float32)
             w = w.to(tl.float32)
@@ -346,11 +372,13 @@ def moe_ops_train_packed(
 
 def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
     """The tile of a product."""
-    # of 5 and 6 bits loaded by column, a register each
-    step = STEP // 2 if w.format.bits in (5, 6) else STEP
+    high = w.format.high_bits
+    # of 6 bits that follow each other loaded by column, a register each
+    step = STEP // 2 if w.format.bits == 6 and not high else STEP
     block_n, block_k = (step, BLOCK_OUT) if transpose else (BLOCK_OUT, step)
     even = w.N % block_n == 0 and w.K % block_k == 0
-    return PackedTile(transpose, even, GROUP_M, BLOCK_M, block_n, block_k, NUM_STAGES)
+    run = unit_of_planes(w.K, high) * high // 8 if high else 0
+    return PackedTile(transpose, even, GROUP_M, BLOCK_M, block_n, block_k, NUM_STAGES, run)
 
 
 def decoding_of(of: Format) -> Decoding:

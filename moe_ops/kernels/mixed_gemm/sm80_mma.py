@@ -14,9 +14,10 @@ weight would fill all issue slots at 4.3 TB/s. Blocks have two warps: with four,
 `wgmma` from 16 tokens on, whose operands move between threads, and takes 4.2 instructions a
 weight.
 
-FORMAT   "int4" (low nibble first, 0..15), "e2m1" (low nibble first), "int8", "e4m3"; "e3m2",
-         "e2m3", "int6" and "int5" (lowest bits first: four columns in three bytes or eight in
-         five, which are loaded by column);
+FORMAT   "int4" (low nibble first, 0..15), "e2m1" (low nibble first), "int8", "e4m3"; "e3m2" and
+         "e2m3" (lowest bits first: four columns in three bytes, which are loaded by column);
+         "int6" and "int5" (in planes, `schemes.ElementFormat.high_bits`: a product takes the
+         columns of one run of each unit, whose low bytes and high bytes pair up);
          "nf4", "fp4" and "iq4" (low nibble first): levels of a table (levels.py)
 SCALE    where the scale of a weight is applied:
          "end"     one scale a row or tensor: the finished sum is scaled
@@ -31,7 +32,8 @@ SCALE    where the scale of a weight is applied:
          "weight"  one scale a group: the weight is scaled in bf16, and rounded
          "minimum" one scale and one minimum a group or row: the weight is scaled and the minimum
                    added in fp32, and the sum is rounded once, to the dtype of activations; of int5
-                   and int6 without minima codes less their middle are scaled so
+                   and int6 without minima codes less their middle are scaled, in bf16 by a scale
+                   that is the sum of two numbers
 Where scales are int8, they and minima are multiplied by the fp16 factors of 256 columns first.
 """
 
@@ -65,10 +67,12 @@ from moe_ops.kernels.mixed_gemm.decode import (
     SUPER,
     codes_across_bytes,
     factors_above,
+    high_bits,
     in_one_level,
     in_pairs,
     odd_bits,
     operands,
+    runs_of,
 )
 from moe_ops.kernels.mixed_gemm.levels import is_level, level_unit
 from moe_ops.kernels.mixed_gemm.operands import (
@@ -80,6 +84,7 @@ from moe_ops.kernels.mixed_gemm.operands import (
 )
 from moe_ops.kernels.place.routing import RouterWeights, Routing
 from moe_ops.kernels.rows.scales import Input
+from moe_ops.meta.scales import unit_of_planes
 from moe_ops.meta.workspace import cdiv
 
 # Scaled e2m1 weights are smaller by these powers of two, to fit the range of bf16, and the
@@ -91,17 +96,77 @@ ALL_COLUMNS = tl.constexpr(1 << 30)  # SCALE_GROUP of a row's one scale beside i
 
 
 @triton.jit
-def first_bytes(K_CHUNK: tl.constexpr, FORMAT: tl.constexpr):
+def first_bytes(K_CHUNK: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr):
     """The bytes of a row in which K_CHUNK columns begin. Two columns of 4 bits are one byte, four
-    columns of 6 bits three bytes.
+    columns of 6 bits three bytes. In planes they are those of the first run of each unit, of RUN
+    bytes.
     """
     BITS: tl.constexpr = odd_bits(FORMAT)
     if BITS > 0:
         return tl.arange(0, K_CHUNK) * BITS // 8
+    elif RUN > 0:
+        RUNS: tl.constexpr = runs_of(FORMAT)
+        byte = tl.arange(0, K_CHUNK // (2 * RUNS))
+        return tl.max_contiguous(byte // RUN * ((RUNS + 1) * RUN) + byte % RUN, RUN)
     elif in_pairs(FORMAT):
         return tl.arange(0, K_CHUNK // 2)
     else:
         return tl.arange(0, K_CHUNK)
+
+
+@triton.jit
+def first_columns(K_CHUNK: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr):
+    """K_CHUNK columns, or those whose low bits are at `first_bytes`."""
+    if RUN > 0:
+        RUNS: tl.constexpr = runs_of(FORMAT)
+        column = tl.arange(0, K_CHUNK // RUNS)
+        column = column // (2 * RUN) * (2 * RUN * RUNS) + column % (2 * RUN)
+        return tl.max_contiguous(column, 2 * RUN)
+    else:
+        return tl.arange(0, K_CHUNK)
+
+
+@triton.constexpr_function
+def scales_of_run(GROUPS, COLUMNS, FORMAT, RUN):
+    """(units, runs with scales of their own, scales of one) of the scales of COLUMNS columns."""
+    units = COLUMNS // (2 * RUN * runs_of(FORMAT))
+    if units >= GROUPS:  # a scale is that of all runs of a unit, or of units
+        return 1, 1, GROUPS
+    own = min(runs_of(FORMAT), GROUPS // units)
+    return units, own, GROUPS // (units * own)
+
+
+@triton.constexpr_function
+def scales_of_product(GROUPS, COLUMNS, FORMAT, RUN):
+    """Scales of a row in a product, of those of COLUMNS columns."""
+    if RUN == 0:
+        return GROUPS
+    units, _, each = scales_of_run(GROUPS, COLUMNS, FORMAT, RUN)
+    return units * each
+
+
+@triton.jit
+def of_run(
+    s, run: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """Of scales (rows, GROUPS) of COLUMNS columns those of one run of each unit."""
+    UNITS: tl.constexpr = scales_of_run(GROUPS, COLUMNS, FORMAT, RUN)[0]
+    OWN: tl.constexpr = scales_of_run(GROUPS, COLUMNS, FORMAT, RUN)[1]
+    EACH: tl.constexpr = scales_of_run(GROUPS, COLUMNS, FORMAT, RUN)[2]
+    if OWN == 1:
+        return s
+    else:
+        ROWS: tl.constexpr = s.shape[0]
+        AT: tl.constexpr = run * OWN // runs_of(FORMAT)
+        s = s.reshape(ROWS, UNITS, OWN, EACH).permute(0, 1, 3, 2)
+        if OWN == 4:
+            even, odd = s.reshape(ROWS, UNITS, EACH, 2, 2).split()
+            s = even if AT % 2 == 0 else odd
+        tl.static_assert(OWN == 2 or OWN == 4)
+        first, second = s.split()
+        s = first if AT * 2 < OWN else second
+        return s.reshape(ROWS, UNITS * EACH) if UNITS * EACH > 1 else s.reshape(ROWS)
 
 
 @triton.jit
@@ -186,7 +251,9 @@ def matmul(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # columns a step, a multiple of K_CHUNK
-    K_CHUNK: tl.constexpr,  # columns a product: at most a group if its sums are scaled
+    # columns that are loaded together, those of a product: at most a group if its sums are scaled;
+    # in planes a product has those of a run
+    K_CHUNK: tl.constexpr,
     EVEN_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -195,22 +262,35 @@ def matmul(
     # a power of two that divides the strides of scales and the scales in a row
     SCALE_ALIGN: tl.constexpr,
     NUM_WARPS: tl.constexpr,
+    RUN: tl.constexpr,  # bytes of a run of formats in planes, else 0
 ):
     """x @ w.T, (BLOCK_M, BLOCK_N) in fp32."""
     TOKENS_ARE_LHS: tl.constexpr = tokens_are_lhs(BLOCK_M)
     PAIRS: tl.constexpr = in_pairs(FORMAT)
     ODD_BITS: tl.constexpr = odd_bits(FORMAT)
-    # bytes that are loaded of a row; for 5 and 6 bits some of them twice
-    BYTES: tl.constexpr = K_CHUNK // 2 if PAIRS else K_CHUNK
-    CHUNK_BYTES: tl.constexpr = K_CHUNK * ODD_BITS // 8 if ODD_BITS > 0 else BYTES
+    HIGH: tl.constexpr = high_bits(FORMAT)
+    RUNS: tl.constexpr = runs_of(FORMAT)
+    PART: tl.constexpr = K_CHUNK // RUNS  # columns of a product
+    # bytes that are loaded of a row; for 6 bits that follow each other some of them twice
+    BYTES: tl.constexpr = PART // 2 if PAIRS else PART
+    CHUNK_BYTES: tl.constexpr = (
+        K_CHUNK * (4 + HIGH) // 8
+        if HIGH > 0
+        else K_CHUNK * ODD_BITS // 8
+        if ODD_BITS > 0
+        else BYTES
+    )
     MINIMUM: tl.constexpr = SCALE == "minimum"
     SCALED: tl.constexpr = SCALE == "e8m0" or SCALE == "e4m3" or SCALE == "weight" or MINIMUM
     SUM: tl.constexpr = SCALE == "sum" or SCALE == "block"
     GROUPS: tl.constexpr = max(K_CHUNK // SCALE_GROUP, 1) if SCALED else 1
     HAS_ZERO: tl.constexpr = w_zero_ptr is not None
     TWO_LEVELS: tl.constexpr = w_scale_ptr.dtype.element_ty == tl.int8
-    column = tl.arange(0, K_CHUNK)
+    PRODUCT_GROUPS: tl.constexpr = scales_of_product(GROUPS, K_CHUNK, FORMAT, RUN)
+    column = first_columns(K_CHUNK, FORMAT, RUN)
     byte = tl.arange(0, BYTES)
+    if HIGH > 0:  # the first column of its unit, of which a row has whole ones
+        byte = byte // RUN * (2 * RUN * RUNS)
     group = tl.arange(0, GROUPS)[None, :] if GROUPS > 1 else 0
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(tl.pointer_type(tl.uint8))
@@ -268,24 +348,16 @@ def matmul(
             scales = tl.load(step_scale_ptrs + start // SCALE_GROUP * w_scale_stride_g)
         for chunk in tl.static_range(CHUNKS):
             k = start + chunk * K_CHUNK
-            x_mask = x_ok[:, None]
+            p_ptrs = w_ptrs + chunk * CHUNK_BYTES * w_stride_k
             if not EVEN_K:
-                x_mask = x_mask & (k + column < K)[None, :]
-            x = tl.load(x_ptrs + chunk * K_CHUNK * x_stride_k, mask=x_mask, other=0.0)
-            if EVEN_K:
-                p = tl.load(w_ptrs + chunk * CHUNK_BYTES * w_stride_k)
-            else:
-                end = (K - k) // 2 if PAIRS else K - k
+                end = (K - k) // 2 if PAIRS and HIGH == 0 else K - k
                 # SCALE_GROUP divides K
                 if SCALE_GROUP >= 32 and SCALE_GROUP < ALL_COLUMNS and SCALE != "block":
                     end = tl.multiple_of(end, 16)
-                p = tl.load(
-                    w_ptrs + chunk * CHUNK_BYTES * w_stride_k, mask=(byte < end)[None, :], other=0
-                )
-            if ODD_BITS > 0:
-                x_end = K - k if not EVEN_K else K_CHUNK
-                p_ptrs = w_ptrs + chunk * CHUNK_BYTES * w_stride_k
-                p = codes_across_bytes(p, p_ptrs, w_stride_k, byte, x_end, ODD_BITS)
+                byte_ok = (byte < end)[None, :]
+            if HIGH > 0:
+                h_ptrs = p_ptrs + RUNS * RUN * w_stride_k
+                high = tl.load(h_ptrs) if EVEN_K else tl.load(h_ptrs, mask=byte_ok, other=0)
             if PREFETCH:
                 g = (k + K_CHUNK) // SCALE_GROUP
                 g = tl.where(g < count, g, 0)
@@ -311,19 +383,52 @@ def matmul(
             if TWO_LEVELS:
                 own, own_zero = in_one_level(own, own_zero, above, GROUPS, HAS_ZERO)
                 above = next_above
-            x0, x1, w0, w1 = operands(
-                x, p, own, own_zero, BLOCK_M, BLOCK_N, K_CHUNK, GROUPS, FORMAT, SCALE, HAS_ZERO
-            )
-            if SUM:
-                d = product(x0, w0, tl.zeros_like(acc), TOKENS_ARE_LHS)
-                if PAIRS:
-                    d = product(x1, w1, d, TOKENS_ARE_LHS)
-                own = own.to(tl.float32)
-                acc += d * (own[None, :] if TOKENS_ARE_LHS else own[:, None])
-            else:
-                acc = product(x0, w0, acc, TOKENS_ARE_LHS)
-                if PAIRS:
-                    acc = product(x1, w1, acc, TOKENS_ARE_LHS)
+            for run in tl.static_range(RUNS):
+                x_mask = x_ok[:, None]
+                if not EVEN_K:
+                    x_mask = x_mask & (k + run * 2 * RUN + column < K)[None, :]
+                x_offset = (chunk * K_CHUNK + run * 2 * RUN) * x_stride_k
+                x = tl.load(x_ptrs + x_offset, mask=x_mask, other=0.0)
+                if EVEN_K:
+                    p = tl.load(p_ptrs + run * RUN * w_stride_k)
+                else:
+                    p = tl.load(p_ptrs + run * RUN * w_stride_k, mask=byte_ok, other=0)
+                if ODD_BITS > 0:
+                    x_end = K - k if not EVEN_K else K_CHUNK
+                    p = codes_across_bytes(p, p_ptrs, w_stride_k, byte, x_end, ODD_BITS)
+                if HIGH > 0:
+                    run_s = of_run(own, run, K_CHUNK, GROUPS, FORMAT, RUN)
+                    run_zero = own_zero
+                    if HAS_ZERO:
+                        run_zero = of_run(own_zero, run, K_CHUNK, GROUPS, FORMAT, RUN)
+                    x0, x1, w0, w1 = operands(
+                        x, p, run_s, run_zero, BLOCK_M, BLOCK_N, PART, PRODUCT_GROUPS,
+                        FORMAT, SCALE, HAS_ZERO, high, run,
+                    )  # fmt: skip
+                else:
+                    x0, x1, w0, w1 = operands(
+                        x,
+                        p,
+                        own,
+                        own_zero,
+                        BLOCK_M,
+                        BLOCK_N,
+                        PART,
+                        GROUPS,
+                        FORMAT,
+                        SCALE,
+                        HAS_ZERO,
+                    )
+                if SUM:
+                    d = product(x0, w0, tl.zeros_like(acc), TOKENS_ARE_LHS)
+                    if PAIRS:
+                        d = product(x1, w1, d, TOKENS_ARE_LHS)
+                    own = own.to(tl.float32)
+                    acc += d * (own[None, :] if TOKENS_ARE_LHS else own[:, None])
+                else:
+                    acc = product(x0, w0, acc, TOKENS_ARE_LHS)
+                    if PAIRS:
+                        acc = product(x1, w1, acc, TOKENS_ARE_LHS)
             if PREFETCH:
                 s = next_s
                 if HAS_ZERO:
@@ -362,6 +467,7 @@ class MixedTile(NamedTuple):
     NUM_WARPS: Constant
     K_CHUNK: Constant  # columns of a product
     SCALE_ALIGN: Constant
+    RUN: Constant  # bytes of a run of a format in planes, else 0
 
 
 @lru_cache(maxsize=4096)
@@ -388,12 +494,17 @@ def tile_of(
     chunk = min(k, 64 if block_m == 32 else 128)
     if how == "sum":
         chunk = min(chunk, of.group)
-    if of.bits in (5, 6):  # loaded by column, a register each
+    run = 0
+    if high := of.high_bits:  # a chunk has whole units, and a product one run of each
+        run = unit_of_planes(K, high) * high // 8
+        chunk = 256 if high == 1 and K % 256 == 0 else 128
+        k = max(k, chunk)
+    elif of.bits == 6:  # loaded by column, a register each
         chunk = min(chunk, 32)
     even = K % k == 0
     return MixedTile(
         *(of.name, how, group, even, GROUP_M, block_m, n, k, num_stages, num_warps),
-        *(chunk, scale_align),
+        *(chunk, scale_align, run),
     )
 
 
@@ -513,6 +624,7 @@ def moe_ops_mixed_gemm1(
     NUM_WARPS: tl.constexpr,
     K_CHUNK: tl.constexpr,
     SCALE_ALIGN: tl.constexpr,
+    RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """h = activation(x @ w13.T + bias). The activation is applied to gate and up in registers.
@@ -545,20 +657,20 @@ def moe_ops_mixed_gemm1(
     e64 = e.to(tl.int64)
     token = (pair // top_k).to(tl.int64)
     x_ptrs = x_ptr + e64 * x_stride_e + token[:, None] * x_stride_m
-    x_ptrs += tl.arange(0, K_CHUNK).to(tl.int64)[None, :] * x_stride_k
+    x_ptrs += first_columns(K_CHUNK, FORMAT, RUN).to(tl.int64)[None, :] * x_stride_k
     w_ptrs = (
         w_ptr.to(tl.pointer_type(tl.uint8))
         + e64 * w_stride_e
         + row.to(tl.int64)[:, None] * w_stride_n
     )
-    w_ptrs += first_bytes(K_CHUNK, FORMAT).to(tl.int64)[None, :] * w_stride_k
+    w_ptrs += first_bytes(K_CHUNK, FORMAT, RUN).to(tl.int64)[None, :] * w_stride_k
     acc = matmul(
         x_ptrs, w_ptrs, ok, K, x_stride_k, w_stride_k,
         w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
         w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
         w_factor_ptr, w_factor_stride_e, w_factor_stride_n, e64, row,
         BLOCK_M, BLOCK_N, BLOCK_K, K_CHUNK, EVEN_K, NUM_STAGES,
-        FORMAT, SCALE, SCALE_GROUP, SCALE_ALIGN, NUM_WARPS,
+        FORMAT, SCALE, SCALE_GROUP, SCALE_ALIGN, NUM_WARPS, RUN,
     )  # fmt: skip
     gdc_launch_dependents(PDL)
     if x_scale_ptr is not None:
@@ -668,6 +780,7 @@ def moe_ops_mixed_gemm2(
     NUM_WARPS: tl.constexpr,
     K_CHUNK: tl.constexpr,
     SCALE_ALIGN: tl.constexpr,
+    RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y = x @ w.T + bias, rounded once, to y's dtype. Also the GEMM of grouped_linear.
@@ -693,20 +806,20 @@ def moe_ops_mixed_gemm2(
         here = tl.minimum(e, E - 1)  # an expert whose pointers are valid; what is read is not used
     e64 = here.to(tl.int64)
     x_ptrs = x_ptr + position.to(tl.int64)[:, None] * x_stride_m
-    x_ptrs += tl.arange(0, K_CHUNK).to(tl.int64)[None, :] * x_stride_k
+    x_ptrs += first_columns(K_CHUNK, FORMAT, RUN).to(tl.int64)[None, :] * x_stride_k
     w_ptrs = (
         w_ptr.to(tl.pointer_type(tl.uint8))
         + e64 * w_stride_e
         + row.to(tl.int64)[:, None] * w_stride_n
     )
-    w_ptrs += first_bytes(K_CHUNK, FORMAT).to(tl.int64)[None, :] * w_stride_k
+    w_ptrs += first_bytes(K_CHUNK, FORMAT, RUN).to(tl.int64)[None, :] * w_stride_k
     acc = matmul(
         x_ptrs, w_ptrs, ok, K, x_stride_k, w_stride_k,
         w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g,
         w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g,
         w_factor_ptr, w_factor_stride_e, w_factor_stride_n, e64, row,
         BLOCK_M, BLOCK_N, BLOCK_K, K_CHUNK, EVEN_K, NUM_STAGES,
-        FORMAT, SCALE, SCALE_GROUP, SCALE_ALIGN, NUM_WARPS,
+        FORMAT, SCALE, SCALE_GROUP, SCALE_ALIGN, NUM_WARPS, RUN,
     )  # fmt: skip
     gdc_launch_dependents(PDL)
     if x_scale_ptr is not None:

@@ -137,6 +137,25 @@ def test_int4_with_zero_point(zero):
         assert found == [n - zero for n in nibbles(word)]
 
 
+@pytest.mark.parametrize("high, run", [(high, run) for high in (1, 2) for run in range(4 // high)])
+def test_planes(high, run):
+    """Low bits of a run beside bytes that hold the high bits of other runs, too."""
+    pytest.importorskip("triton")
+    from moe_ops.kernels.mixed_gemm.decode import plane_assembly
+
+    def codes(low: int, above: int) -> list[int]:
+        places = (2 * run * high, (2 * run + 1) * high)
+        found = [above >> place + 8 * i & 2**high - 1 for place in places for i in range(4)]
+        return [n + 16 * h for n, h in zip(nibbles(low), found, strict=True)]
+
+    for middle in (0, 8 << high):
+        assembly = plane_assembly(high, run, middle)
+        for low, above in zip(words(), reversed(words()), strict=True):
+            registers = execute(assembly, "=&r,=&r,=&r,=&r,r,r", low, above)
+            found = [n for register in registers for n in halves(register)]
+            assert found == [code - middle for code in codes(low, above)]
+
+
 def test_int4_with_minimum():
     """Rounded once, but for a rounding of 2^-12 of the scale, where neighbours have other scales
     and minima, which bf16 does not hold.
