@@ -45,7 +45,7 @@ class TrainingPlan(NamedTuple):
 def plan(call: ExpertsCall | GroupedCall, matrices: Sequence[Tensor] = ()) -> TrainingPlan:
     """The plan of a call whose adapters have these matrices."""
     reason = why_not_kernels(call, matrices)
-    pairs, experts = call.topk_ids.numel(), call.w13.data.shape[0]
+    pairs, experts = call.hidden_states.shape[0] * call.top_k, call.w13.data.shape[0]
     plain = not (call.w13.scheme and call.w2.scheme)  # else no library of products is loaded
     fast = reason is None and (plain or pairs >= DECODED_FROM * experts)
     return TrainingPlan(reason, _products(call.hidden_states) if fast else PORTABLE)
