@@ -51,6 +51,11 @@ RUNS = {
     ),
     "qlora": (("--steps", "3", "--windows", "2"), 5, ("transformers", "peft")),
     "residency": (("--tokens", "3", "--slots", "2", "5"), 4, ("transformers",)),
+    "torchtitan_experts": (
+        ("--steps", "2", "--layers", "1", "--length", "16"),
+        6,
+        ("torchtitan",),
+    ),
     "warmup_and_capture": ((), 9, ()),
     "train_step": (("--steps", "2"), 3, ("transformers", "peft")),
 }
