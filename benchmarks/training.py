@@ -29,8 +29,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import random
-import statistics
 import sys
 import tempfile
 import time
@@ -42,7 +40,7 @@ from typing import Any
 
 import report
 import torch
-from harness import interleaved_ms, versions
+from harness import times_ms, versions
 from records import Results, add_options
 from torch import Tensor
 from training_cases import (
@@ -69,7 +67,6 @@ QUANTIZED = [name for name in (*SCHEMES, *OTHER_NAMES) if get_scheme(name).weigh
 MAX_CHECKED_TOKENS = 1024
 # gradients come from products of bf16 numbers, each rounded: some 2^-8 each
 MAX_ERROR = 0.03
-WARM_UP, MIN_ROUNDS = 3, 5
 
 
 def calls_of(name: str, layer: Layer, inputs: Inputs) -> dict[str, Callable[[], object]]:
@@ -84,37 +81,6 @@ def calls_of(name: str, layer: Layer, inputs: Inputs) -> dict[str, Callable[[], 
         f"{name}/forward": lambda: layer(*inputs.args),
         f"{name}/step": lambda: gradients(layer, inputs),
     }
-
-
-def times_ms(
-    calls: dict[str, Callable[[], object]], rounds: int, seconds: float, cuda: bool
-) -> tuple[dict[str, float], int]:
-    """Medians, and the number of rounds. Each round has another order: whatever follows the call
-    that draws most power has the lowest clocks, and of Mixtral's T = 16384 that was 5 %.
-    """
-    if not cuda:
-        timed = {name: (lambda _, call=call: call()) for name, call in calls.items()}
-        found = interleaved_ms(timed, rounds, 1)
-        return {name: statistics.median(times) for name, times in found.items()}, rounds
-    events: dict[str, list] = {name: [] for name in calls}
-    order, shuffled = list(calls), random.Random(0)
-    start, step = time.perf_counter(), -WARM_UP
-    while step < min(rounds, MIN_ROUNDS) or (
-        step < rounds and time.perf_counter() - start < seconds
-    ):
-        shuffled.shuffle(order)
-        for name in order:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(10_000_000)  # 5 ms, in which the host launches the whole step
-            begin.record()
-            calls[name]()
-            end.record()
-            if step >= 0:
-                events[name].append((begin, end))
-        torch.cuda.synchronize()
-        step += 1
-    times = {n: [b.elapsed_time(e) for b, e in pairs] for n, pairs in events.items()}
-    return {name: statistics.median(found) for name, found in times.items()}, step
 
 
 def run_case(
