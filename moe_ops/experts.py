@@ -78,7 +78,8 @@ def fused_experts(
         topk_weights: (M, top_k), any float dtype, any strides.
         topk_ids: (M, top_k), int32 or int64, any strides. Negative ids and ids without a local
             expert contribute exactly zero.
-        activation: a name or an `Activation`.
+        activation: a name or an `Activation`, whose parameters may differ by expert: those of the
+            E experts of w13.
         w13_bias: (E, N), added before the activation. A DTensor is all-gathered.
         w2_bias: (E, K), added before the router weight is applied. Like w13_bias.
         expert_map: (global E,), int32 or int64: the local id of each global id, or -1 for an
@@ -183,7 +184,7 @@ def fused_experts(
         w2_bias,
         expert_map,
         Options(
-            act,
+            act.by_name,
             router_weight_on_input,
             not deterministic,
             needs_grad,
@@ -197,6 +198,7 @@ def fused_experts(
         ),
         hidden_states_scale,
         hidden_states_global_scale,
+        act.by_expert,
     )
     if of_tokens:
         trained = (hidden_states, topk_weights, a.data, b.data, w13_bias, w2_bias)
@@ -261,7 +263,7 @@ def batched_experts(
     """
     tensors = (hidden_states, w13, w2, expert_num_tokens, w13_bias, w2_bias)
     _check_tensors("hidden_states w13 w2 expert_num_tokens w13_bias w2_bias", 4, *tensors)
-    act = activations.resolve(activation)
+    act = activations.resolve_numbers(activation)
     if hidden_states_scale is not None or hidden_states_global_scale is not None:
         hidden_states_scale = _scale_of_input(
             "hidden_states", hidden_states_scale, hidden_states_global_scale
@@ -404,6 +406,7 @@ def explain(
         hidden_states_scale = _scale_of_input(
             "hidden_states", hidden_states_scale, hidden_states_global_scale
         )
+    act = activations.resolve(activation)
     call = ExpertsCall(
         hidden_states,
         take_apart(w13, _gather),
@@ -414,7 +417,7 @@ def explain(
         _whole(w2_bias),
         expert_map,
         Options(
-            activations.resolve(activation),
+            act.by_name,
             router_weight_on_input=router_weight_on_input,
             atomic_sums=not deterministic,
             needs_grad=training,
@@ -426,6 +429,7 @@ def explain(
         ),
         hidden_states_scale,
         hidden_states_global_scale,
+        act.by_expert,
     )
     plan = bind.make_plan(call, backend)
     return replace(plan, gradients=explanation(call)) if training else plan

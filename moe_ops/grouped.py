@@ -92,7 +92,7 @@ def grouped_experts(
     for name, value in (("hidden_states", hidden_states), ("w2", w2)):
         checks.check_tensor(name, value)
     checks.check_tensor("num_tokens_per_expert", num_tokens_per_expert)
-    act, result = activations.resolve(activation), hidden_states.dtype
+    act, result = activations.resolve_numbers(activation), hidden_states.dtype
     if checks.autocasting(hidden_states.device) and result.itemsize < 8:
         dtype = result = torch.get_autocast_dtype(hidden_states.device.type)
     if dtype is not None:

@@ -1,5 +1,7 @@
 """Activations: values against fp64 formulas, limits, one rounding, errors."""
 
+import math
+
 import pytest
 import torch
 
@@ -95,6 +97,32 @@ def test_no_limit_is_finite_and_infinite_limits_become_it():
     assert activations.apply(x, Activation("silu")) == 1e38
 
 
+LIMITED = [
+    Activation("silu", limit=2.0),
+    Activation("swigluoai", limit=2.0),
+    Activation("swiglustep", limit=2.0),
+    Activation("situ", limit=float("inf")),
+    Activation("powlu", limit=2.0),
+]
+
+
+@pytest.mark.parametrize("act", [*map(Activation, NAMES), *LIMITED], ids=str)
+def test_gradients_at_infinities_are_those_of_torch(act):
+    values = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 2.0, -2.0, 9.0, -9.0, 0.3])
+    g, u = [t.flatten() for t in torch.meshgrid(values, values, indexing="ij")]
+    x = torch.stack((g, u), 1) if act.gated else values[:, None]
+    x = x.double().requires_grad_()
+    for grad in (1.0, -0.7):
+        out = activations.formula(x, act)
+        (want,) = torch.autograd.grad(out, x, torch.full_like(out, grad))
+        found = activations.derivative(x.detach(), torch.full_like(out, grad), act)
+        nan = want.isnan() & found.isinf()  # autograd added infinities of both signs
+        assert not nan[u.isfinite() if act.gated else slice(None)].any()
+        torch.testing.assert_close(
+            found.where(~nan, math.nan), want, equal_nan=True, rtol=1e-12, atol=1e-12
+        )
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_nan_stays_nan(name):
     x = unit_rows()
@@ -127,6 +155,22 @@ def test_gates_and_layouts(name):
         (lambda: Activation("situ", alpha=1.0), "'situ' takes no alpha"),
         (lambda: Activation("situ", beta=0.0), "beta must be positive, got 0.0"),
         (lambda: Activation("powlu", alpha=-1.0), "alpha must be positive, got -1.0"),
+        (
+            lambda: Activation("silu", limit=torch.tensor([1.0, 0.0])),
+            r"limit must be positive, got \[1.0, 0.0\]",
+        ),
+        (
+            lambda: Activation("silu", limit=torch.ones(2, 3)),
+            r"limit must be a number, or .* tensor \(E,\) .* got torch.float32 of shape \(2, 3\)",
+        ),
+        (
+            lambda: Activation("silu", limit=torch.ones(3, requires_grad=True)),
+            r"limit has no gradient: give limit.detach\(\)",
+        ),
+        (
+            lambda: Activation("swigluoai", alpha=torch.ones(3), limit=torch.ones(4)),
+            r"one shape \(E,\) and one device, got alpha \(3,\), limit \(4,\)",
+        ),
         (lambda: Activation("powlu", alpha=float("inf")), "alpha must be a finite .* got inf"),
         (lambda: Activation("gelu", limit=1.0), "activation 'gelu' takes no limit"),
         (lambda: Activation("relu2_no_mul", limit=1.0), "'relu2_no_mul' takes no limit"),

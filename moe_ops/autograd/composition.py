@@ -70,5 +70,5 @@ def experts(call: Any, adapters: Adapters = UNADAPTED, of: type[Step] = Step) ->
     step.place()
     step.adapt()
     gate_up = step.multiply(step.inputs(), call.w13, step.first, bias=call.w13_bias)
-    hidden = activations.apply(gate_up, call.options.activation)
+    hidden = activations.apply(gate_up, step.activation_of(slice(None)))
     return step.output(step.rounded(hidden, call.w2))

@@ -342,16 +342,24 @@ class Step:
         h = self.h_of(self.inputs())
         return h, self.activated(h)
 
+    def activation_of(self, rows: slice) -> activations.AnyActivation:
+        """The activation of some rows."""
+        call = self.call
+        of = call.options.activation, call.activation_by_expert
+        return activations.of_rows(*of, self.pairs.experts[rows])
+
     def activated(self, h: Tensor) -> Tensor:
         """(S, I): the rows that w2 multiplies."""
-        act = self.call.options.activation
         if self.invariant:
+            act, every = self.call.options.activation, slice(None)
             hidden = h.new_empty(h.shape[0], h.shape[1] // 2 if act.gated else h.shape[1])
-            activations.apply_by_blocks(self.activation_input(h, slice(None)), act, hidden)
+            x = self.activation_input(h, every)
+            activations.apply_by_blocks(x, self.activation_of(every), hidden)
         else:
 
             def activate(rows: slice) -> list[Tensor]:
-                return [activations.formula(self.activation_input(h, rows), act).to(h.dtype)]
+                x = self.activation_input(h, rows)
+                return [activations.formula(x, self.activation_of(rows)).to(h.dtype)]
 
             (hidden,) = over_rows(activate, h)
         return self.rounded(hidden, self.call.w2)
@@ -387,8 +395,7 @@ class Step:
         needs_factors: bool,
     ) -> Derived:
         """Back through the activation and router weights of the output."""
-        call, act = self.call, self.call.options.activation
-        s = None
+        call, s = self.call, None
         if self.of_output is not None:
             s = self.of_output.to(wide(h)).flatten().index_select(0, self.pairs.order).unsqueeze(1)
 
@@ -397,6 +404,7 @@ class Step:
 
         def derive(rows: slice) -> list[Tensor]:
             x, found = self.activation_input(h, rows), []
+            act = self.activation_of(rows)
             da = None if dhidden is None else dhidden[rows].to(x.dtype)
             if needs_dweights or needs_scaled:
                 hidden = activations.formula(x, act).to(h.dtype)

@@ -52,6 +52,7 @@ _LORA_GRADIENTS = (*_GRADIENTS, 10, 11, 12, 13)
 # of plain weights: one slot of each. AOTInductor passes an empty list as None, which no operator
 # with a derivative is given.
 NO_SCALES = (None, None)
+_SLOTS_OF_WEIGHTS = 10  # at most; behind them two of the input, and parameters by expert
 
 _fused_step = Lazy("moe_ops.autograd.fused:FusedStep")
 
@@ -71,7 +72,10 @@ class Inputs(NamedTuple):
 def _inputs(values: Sequence[Any]) -> Inputs:
     x, w13, w2, topk_weights, topk_ids, scales, b13, b2, expert_map, text = values[:_OF_EXPERTS]
     first, second, options = weights_of(w13, w2, scales, text)
-    call = ExpertsCall(x, first, second, topk_weights, topk_ids, b13, b2, expert_map, options)
+    call = ExpertsCall(
+        *(x, first, second, topk_weights, topk_ids, b13, b2, expert_map, options),
+        activation_by_expert=scales[-1] if len(scales) > _SLOTS_OF_WEIGHTS else None,
+    )
     return Inputs(call, adapters_of(values[_OF_EXPERTS:]))
 
 
@@ -80,11 +84,11 @@ def weights_of(
 ) -> tuple[Weight, Weight, Options]:
     """Both weights, from their data, scales and the text of options; and the options."""
     scheme, _, options = decode(text)
-    slots = len(scales) // 2
+    slots = min(_SLOTS_OF_WEIGHTS, len(scales)) // 2
     none = [None] * (5 - slots)
     of_w13, of_w2 = schemes_of_layer(scheme)
     first = Weight._make((w13, *scales[:slots], *none, of_w13, ""))
-    second = Weight._make((w2, *scales[slots:], *none, of_w2, ""))
+    second = Weight._make((w2, *scales[slots : 2 * slots], *none, of_w2, ""))
     return first, second, options
 
 

@@ -38,6 +38,8 @@ class ExpertsArgs(NamedTuple):
     a2_scale: Scale  # static scale of the activation's output
     hidden_states_scale: Scale  # scales of hidden_states that arrive quantized
     hidden_states_global_scale: Scale
+    # (3, E) fp32: alpha, beta and limit of each expert's activation, or None: those of options
+    activation_by_expert: Scale
     w13_bias: Tensor | None  # (E, N)
     w2_bias: Tensor | None  # (E, K)
     # (global E,) integer: global id -> local id or -1; with slots (E,) id -> row of weights or -1
@@ -122,6 +124,7 @@ class AdaptedArgs(NamedTuple):
     a2_scale: Scale
     hidden_states_scale: Scale  # always None
     hidden_states_global_scale: Scale  # likewise
+    activation_by_expert: Scale
     w13_bias: Tensor | None
     w2_bias: Tensor | None
     expert_map: Tensor | None

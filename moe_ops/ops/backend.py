@@ -108,6 +108,7 @@ class Takes:
     # `pipeline.gathered.run_in_passes`; without passes, as its launcher, those of `Options.slots`
     passes: Callable[..., None] | None = None
     adapts: Adapts | None = None  # None: its tokens have no adapters
+    activation_by_expert: bool = False  # whether alpha, beta and limit may differ by expert
     # reasons why, under `Options.batch_invariant`, the bits of a token's row may depend on its
     # batch, or differ from those of another backend that takes the problem; empty if they do not
     depends_on_batch: Callable[[Problem, Machine], list[str]] = _not_shown

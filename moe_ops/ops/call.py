@@ -119,17 +119,23 @@ def take_apart(weight: Any, gather: Callable[[Any], Tensor] | None = None) -> We
 
 
 def _scales_value(
-    weights: Sequence[Weight], scale: Tensor | None, global_scale: Tensor | None
+    weights: Sequence[Weight],
+    scale: Tensor | None,
+    global_scale: Tensor | None,
+    activation_by_expert: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """The op argument `scales`: those of the weights, then those of a quantized input; empty if
-    all weights are plain.
+    """The op argument `scales`: those of the weights, then those of a quantized input, then the
+    parameters of activations by expert; empty if all weights are plain and there are none.
     """
     found: list[Tensor | None] = []
-    if weights[0].scheme or weights[-1].scheme:
+    by_expert = activation_by_expert is not None
+    if weights[0].scheme or weights[-1].scheme or by_expert:
         for weight in weights:
             found += weight[1:6]  # scale to activation_scale
-        if scale is not None:
+        if scale is not None or by_expert:
             found += (scale, global_scale)
+        if by_expert:
+            found.append(activation_by_expert)
     return found
 
 
@@ -147,6 +153,7 @@ class ExpertsCall(NamedTuple):
     options: Options
     hidden_states_scale: Tensor | None = None
     hidden_states_global_scale: Tensor | None = None
+    activation_by_expert: Tensor | None = None  # (3, E)
 
     @property
     def global_experts(self) -> int:
@@ -169,6 +176,7 @@ class ExpertsCall(NamedTuple):
         if options.resident:
             none = (None,) * 10
             return (x, None, None, weights, ids, *none, *of_input, None, None, None)
+        # of_input has the activation's parameters, too
         scales = (*w13[1:6], *w2[1:6], *of_input)
         return (x, w13[0], w2[0], weights, ids, *scales, b13, b2, expert_map)
 
@@ -194,7 +202,7 @@ class ExpertsCall(NamedTuple):
         """The op's arguments after the buffers that it writes."""
         x, w13, w2, weights, ids, b13, b2, expert_map, given, *of_input = self
         if given.resident:
-            return (x, weights, ids, of_input if of_input[0] is not None else [], options)
+            return (x, weights, ids, of_input[:2] if of_input[0] is not None else [], options)
         scales = _scales_value((w13, w2), *of_input)
         return (x, w13.data, w2.data, weights, ids, scales, b13, b2, expert_map, options)
 
@@ -213,6 +221,10 @@ class GroupedCall(NamedTuple):
     @property
     def topk_weights(self) -> None:
         """Router weights are applied to the result, by whoever dispatched the rows."""
+
+    @property
+    def activation_by_expert(self) -> None:
+        """Parameters of the activation are numbers."""
 
     @property
     def top_k(self) -> int:

@@ -48,10 +48,10 @@ TORCH_DEVICES = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
 
 _TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?"}
 _WRITTEN = ("out", "workspace13", "workspace2", "index_workspace", "adapter_workspace")
-# The slots of `scales`: these of each weight, then those of a quantized input.
+# The slots of `scales`: these of each weight, then those of a quantized input, and of experts the
+# parameters of their activations. The last ones are left out where there are none.
 _SLOTS = ("scale", "zero_point", "global_scale", "channel_scale", "activation_scale")
 _INPUT_SLOTS = ("scale", "global_scale")
-_INPUT_ARRIVES_UNQUANTIZED = (None,) * len(_INPUT_SLOTS)
 
 
 def schema(args: Any) -> str:
@@ -84,8 +84,10 @@ class Kind:
         self.check_rows, self.check_sizes, self.flops = check_rows, check_sizes, flops
         hints = list(get_type_hints(args, include_extras=True).items())
         scales = [i for i, (_, hint) in enumerate(hints) if hint == Scale]
-        # five slots of w13, five of w2, two of the input
+        # five slots of w13, five of w2, two of the input, one of the activation
         self.first_scale, self.no_scales = scales[0], (None,) * len(scales)
+        more = 1 if "activation_by_expert" in args._fields else 0
+        self.left_out = {more, more + len(_INPUT_SLOTS)}
 
     def unpack(self, values: Sequence[Any]) -> Any:
         """The argument tuple of an op's positional arguments.
@@ -97,12 +99,14 @@ class Kind:
         scales = values[first] or self.no_scales
         missing = len(self.no_scales) - len(scales)
         if missing:
-            if missing != len(_INPUT_SLOTS):
+            if missing not in self.left_out:
+                whole = len(self.no_scales)
+                taken = sorted({whole, *[whole - n for n in self.left_out]})
                 raise ValueError(
-                    f"scales must hold {len(self.no_scales)} slots, or none of the input's "
-                    f"{len(_INPUT_SLOTS)}, got {len(scales)} in all"
+                    f"scales must hold {' or '.join(map(str, taken))} slots, got {len(scales)} in "
+                    "all"
                 )
-            scales = (*scales, *_INPUT_ARRIVES_UNQUANTIZED)
+            scales = (*scales, *self.no_scales[:missing])
         return self.args._make(
             (*values[:first], *scales, *values[first + 1 : -1], *decode(values[-1]))
         )
@@ -319,6 +323,8 @@ def _name_of_scale(op_name: str, index: int) -> str:
     linear, resident = op_name.endswith("grouped_linear"), op_name.startswith("resident")
     weights = ("weight",) if linear else () if resident else ("w13", "w2")
     all_slots = len(_SLOTS) * len(weights)
+    if index >= all_slots + len(_INPUT_SLOTS):
+        return "activation"
     if index >= all_slots:
         return f"{'x' if linear else 'hidden_states'}_{_INPUT_SLOTS[index - all_slots]}"
     weight, slot = divmod(index, len(_SLOTS))

@@ -33,6 +33,7 @@ class Problem:
     layout: str = ""  # prepared layout of the weights, "" for the natural one
     options: Options = Options()
     has_bias: bool = False
+    activation_by_expert: bool = False  # its parameters differ by expert
     mapped_experts: int = 0  # global experts of an expert_map; 0: there is none
     contiguous_weights: bool = True
     transposed_weights: bool = False  # plain weights, one or both stored transposed

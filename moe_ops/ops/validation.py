@@ -162,6 +162,19 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         _check_dtype("expert_map", expert_map.dtype, _INTS)
         _check_device("expert_map", expert_map.device, x.device)
         mapped = shape[0]
+    by_expert = call.activation_by_expert
+    if by_expert is not None:
+        if by_expert.shape[1] != E:
+            raise ValueError(
+                f"activation must have alpha, beta and limit as numbers or of the E={E} experts "
+                f"of w13, got those of {by_expert.shape[1]}"
+            )
+        _check_device("activation", by_expert.device, x.device)
+        if options.resident:
+            raise ValueError(
+                "activation must have alpha, beta and limit as numbers with ResidentExperts, got "
+                "tensors: operators find parameters by expert beside weights that are arguments"
+            )
     weights = call.w13, call.w2
     contiguous = all([weight.contiguous for weight in weights])
     in_order = contiguous or all([w.contiguous or w.transposed for w in weights])
@@ -177,6 +190,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
         layout=call.w13.layout,
         options=_constants(options),
         has_bias=call.w13_bias is not None or call.w2_bias is not None,
+        activation_by_expert=by_expert is not None,
         mapped_experts=mapped,
         contiguous_weights=contiguous,
         transposed_weights=not contiguous and in_order,

@@ -416,6 +416,8 @@ def _refusals(backend: Backend, problem: Problem, machine: Machine) -> list[str]
             f"takes no input that arrives quantized for scheme {w13!r}: pass it "
             "unquantized, and of a dispatcher's exchanges `exchange`"
         )
+    if problem.activation_by_expert and not backend.takes.activation_by_expert:
+        reasons.append("takes one alpha, beta and limit for all experts, got a tensor")
     options = problem.options
     if options.resident and machine.device_type not in backend.takes.resident_on:
         where = " and ".join(backend.takes.resident_on)

@@ -278,7 +278,7 @@ def test_scales_of_the_weights_and_of_the_input():
 
 
 @pytest.mark.parametrize("name, inputs, biases, wrong", [
-    ("experts", 9, 3, (1, 8, 9, 11, 13)),
+    ("experts", 9, 3, (1, 8, 9, 11, 14)),
     ("batched_experts", 8, 2, (3, 11)),
     ("grouped_linear", 7, 1, (4, 6, 10)),
 ])  # fmt: skip

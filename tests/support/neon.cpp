@@ -1,6 +1,6 @@
 // Runs calls of the CPU's expert kernels that tests/support/neon.py sends, on an emulated processor.
 //
-// Says how many bytes the structs have. Then, for each call: the form, the call, the bytes of what each of its 21
+// Says how many bytes the structs have. Then, for each call: the form, the call, the bytes of what each of its 22
 // addresses points to (0: null), and these; answers with the bytes of `out`.
 #include <cstdint>
 #include <cstdio>
@@ -14,7 +14,7 @@ int64_t moe_ops_cpu_experts_scratch(const void* form, const void* call);
 void moe_ops_cpu_experts_run(const void* form, const void* call, void* scratch);
 }
 
-constexpr int ADDRESSES = 21, OUT = 0;
+constexpr int ADDRESSES = 22, OUT = 0;
 struct Call {
     uint8_t* at[ADDRESSES];
     int64_t sizes[6];

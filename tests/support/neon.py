@@ -43,7 +43,7 @@ class Emulated:
 
     def moe_ops_cpu_experts_run(self, form: int, call: bytes, scratch: int) -> None:
         a, numbers = layer.Experts.from_address(form), layer.CALL.unpack(call)
-        addresses, (x_row, weights_row, ids_row, M, top_k, _) = numbers[:21], numbers[21:]
+        addresses, (x_row, weights_row, ids_row, M, top_k, _) = numbers[:22], numbers[22:]
         data, scales, biases = [], [], []
         for matrix, rows, columns in ((a.w13, 2 * a.I, a.K), (a.w2, a.K, a.I)):
             bits = BITS[layer._DECODERS[matrix.decoder]]
@@ -55,11 +55,11 @@ class Emulated:
         of_weights = ((M - 1) * weights_row + top_k) * (4 if a.weights_type == 2 else 2)
         of_ids = ((M - 1) * ids_row + top_k) * a.ids_bytes
         sizes = [M * a.K * (4 if a.wide else 2), ((M - 1) * x_row + a.K) * 2, *data]
-        sizes += [of_weights, of_ids, *scales, 0, 0, *biases, a.mapped * 8]
+        sizes += [of_weights, of_ids, *scales, 0, 0, 12 * a.E, *biases, a.mapped * 8]
         sizes = [size if at else 0 for at, size in zip(addresses, sizes, strict=True)]
         send = self.process.stdin
         send.write(ctypes.string_at(form, ctypes.sizeof(layer.Experts)) + call)
-        send.write(struct.pack("21q", *sizes))
+        send.write(struct.pack("22q", *sizes))
         for at, size in zip(addresses, sizes, strict=True):
             if at:
                 send.write(ctypes.string_at(at, size))

@@ -236,7 +236,8 @@ def _hidden(
     if added is not None:
         gate_up += added
     hidden = workspace.carve(a.workspace13, (S, N // 2 if act.gated else N), dtype)
-    _activate(gate_up, act, hidden, a.options.batch_invariant)
+    of_rows = activations.of_rows(act, a.activation_by_expert, pairs.experts)
+    _activate(gate_up, of_rows, hidden, a.options.batch_invariant)
     return hidden
 
 
@@ -258,7 +259,7 @@ def _has_one_scale(scheme: str) -> bool:
 
 
 def _activate(
-    gate_up: Tensor, activation: activations.Activation, out: Tensor, batch_invariant: bool
+    gate_up: Tensor, activation: activations.AnyActivation, out: Tensor, batch_invariant: bool
 ) -> None:
     """out (S, I) = activation(gate_up (S, N)). On a CPU in parts whose fp32 values stay
     in cache.
@@ -268,7 +269,10 @@ def _activate(
     step = 64 if out.device.type == "cpu" else out.shape[0]
     for i in range(0, out.shape[0], step):
         piece = gate_up[i : i + step].to(torch.promote_types(out.dtype, torch.float32))
-        out[i : i + step] = activations.formula(piece, activation)
+        act = activation
+        if isinstance(act, activations.RowActivation):
+            act = act.at(slice(i, i + step))
+        out[i : i + step] = activations.formula(piece, act)
 
 
 def _launch_batched_experts(a: BatchedExpertsArgs) -> None:
@@ -423,6 +427,7 @@ BACKEND = register(
             resident_on=("cpu",),
             depends_on_batch=depends_on_batch,
             adapts=Adapts(_launch_adapted),
+            activation_by_expert=True,
             differentiable=True,
         ),
         shortcut=_shortcut,

@@ -96,7 +96,7 @@ class Experts(ctypes.Structure):
     """struct Experts of csrc/cpu/experts.cpp, with zeros where CALL has what it holds."""
 
     _fields_ = [
-        *[(name, _pointer) for name in ("x", "ids", "weights", "map", "out")],
+        *[(name, _pointer) for name in ("x", "ids", "weights", "map", "out", "by_expert")],
         *[(name, _size) for name in ("x_row", "weights_row", "ids_row", "M", "top_k", "E")],
         *[(name, _size) for name in ("mapped", "K", "I")],
         ("w13", Matrix),
@@ -110,7 +110,7 @@ class Experts(ctypes.Structure):
 # struct Call of csrc/cpu/experts.cpp: `out` and the other tensors of ExpertsArgs, then strides of
 # rows of hidden_states, topk_weights and topk_ids, M, top_k and threads
 _NUMBERS = "6q"
-CALL = struct.Struct("21P" + _NUMBERS)
+CALL = struct.Struct("22P" + _NUMBERS)
 
 
 @functools.cache
@@ -210,6 +210,9 @@ class Form(NamedTuple):
 
 def form_of(a: ExpertsArgs) -> Form | None:
     """The form of a call that the kernels run, else None."""
+    of = a.activation_by_expert
+    if of is not None and (of.dtype != torch.float32 or of.shape != (3, a.w13.shape[0])):
+        return None
     if kernels() is None or not a.scheme and not _few_bf16(a):
         return None
     x, out = a.hidden_states, a.out

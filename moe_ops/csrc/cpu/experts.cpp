@@ -73,6 +73,7 @@ struct Experts {  // struct Experts of backends/torch/layer.py, which leaves 0 w
     const void* weights;     // (M, top_k) bf16, fp16 or fp32
     const int64_t* map;      // (mapped,) of ids to experts here or -1, or null
     void* out;               // (M, K) bf16, or fp32
+    const float* by_expert;  // (3, E) alpha, beta and limit of each expert, or null
     int64_t x_row, weights_row, ids_row, M, top_k, E, mapped, K, I;  // rows: strides in elements
     Matrix w13, w2;
     int32_t activation, interleaved, threads, powers;  // powers: of two, scales of activations
@@ -95,7 +96,9 @@ struct Call {  // the tensors in the order of ExpertsArgs; null where there are 
     const uint8_t *w13, *w2;
     const void *weights, *ids;
     Scales scales13, scales2;
-    const void *x_scale, *x_global, *bias13, *bias2;
+    const void *x_scale, *x_global;
+    const float* by_expert;
+    const void *bias13, *bias2;
     const int64_t* map;
     int64_t x_row, weights_row, ids_row, M, top_k, threads;
 };
@@ -107,10 +110,21 @@ Experts filled(Experts form, const Call& call) {
     };
     form.x = call.x, form.ids = call.ids, form.weights = call.weights, form.map = call.map, form.out = call.out;
     form.x_row = call.x_row, form.weights_row = call.weights_row, form.ids_row = call.ids_row;
-    form.M = call.M, form.top_k = call.top_k, form.threads = int32_t(call.threads);
+    form.M = call.M, form.top_k = call.top_k, form.threads = int32_t(call.threads), form.by_expert = call.by_expert;
     take(form.w13, call.w13, call.scales13, call.bias13);
     take(form.w2, call.w2, call.scales2, call.bias2);
     return form;
+}
+
+struct Function {  // the activation of one expert
+    int32_t activation, interleaved;
+    float alpha, beta, limit;
+};
+
+Function function_of(const Experts& a, int64_t e) {
+    const float* of = a.by_expert;
+    if (!of) return {a.activation, a.interleaved, a.alpha, a.beta, a.limit};
+    return {a.activation, a.interleaved, of[e], of[a.E + e], of[2 * a.E + e]};
 }
 
 struct Weight {  // of one expert
@@ -640,9 +654,10 @@ void layer(const Experts& a, const Products& decoders, uint8_t* scratch) {
                         const int64_t of = a.interleaved ? 2 * i0 + i : i < n ? i0 + i : a.I + i0 + i - n;
                         bias[i] = number(a.w13.bias, e * a.w13.bias_expert + of, a.w13.bias_type);
                     }
+                const Function function = function_of(a, e);
                 auto activate = [&](auto* h) {
                     for (int64_t c = 0; c < count; ++c)
-                        Of::activate(a, y + c * 2 * n, a.w13.bias ? bias : nullptr, i0, i1, h + (first + c) * a.I);
+                        Of::activate(function, y + c * 2 * n, a.w13.bias ? bias : nullptr, i0, i1, h + (first + c) * a.I);
                 };
                 if constexpr (Of::ROUNDS) {
                     if (decoders.w2.bf16) {

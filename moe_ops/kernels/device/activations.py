@@ -85,17 +85,22 @@ def activate_one(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
     """A gated activation of gate g and up u, fp32 (formulas: moe_ops.activations.Activation)."""
-    if ACTIVATION == "swiglustep":
-        return above(activate_one(g, "silu"), limit) * clamp(u, limit)
+    if ACTIVATION == "swiglustep" or ACTIVATION == "powlu":
+        if ACTIVATION == "powlu":
+            p, _ = power(g, alpha)
+            one = times_sigmoid(p, g)
+        else:
+            one = activate_one(g, "silu")
+        if HAS_LIMIT:
+            one = above(one, limit)
+            u = clamp(u, limit)
+        return one * u
     elif ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "relu2":
         return activate_one(g, ACTIVATION) * u
     elif ACTIVATION == "situ":
         if HAS_LIMIT:
             u = limit * tanh(u / limit)
         return beta * times_sigmoid(tanh(g / beta), g) * u
-    elif ACTIVATION == "powlu":
-        p, _ = power(g, alpha)
-        return above(times_sigmoid(p, g), limit) * clamp(u, limit)
     else:
         if HAS_LIMIT:
             g = above(g, limit)
@@ -132,15 +137,25 @@ def derivatives_of_two(
     g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr
 ):
     """(`activate_two`, its derivatives by g and by u). These are 0 beyond a limit, not at it."""
-    if ACTIVATION == "swiglustep":
-        silu, derivative = one_and_derivative(g, "silu")
-        clamped = clamp(u, limit)
-        dg = tl.where(silu <= limit, derivative * clamped, 0.0)
-        du = tl.where((u >= -limit) & (u <= limit), above(silu, limit), 0.0)
-        return above(silu, limit) * clamped, dg, du
+    if ACTIVATION == "swiglustep" or ACTIVATION == "powlu":
+        if ACTIVATION == "powlu":
+            p, slope = power(g, alpha)
+            s = sigmoid(g)
+            one, derivative = p * s, (slope + p * (1.0 - s)) * s
+        else:
+            one, derivative = one_and_derivative(g, "silu")
+        if not HAS_LIMIT:
+            return one * u, derivative * u, one
+        clamped, cut = clamp(u, limit), above(one, limit)
+        dg = derivative * tl.where(one > limit, 0.0, clamped)
+        du = tl.where((u >= -limit) & (u <= limit), cut, 0.0)
+        return cut * clamped, dg, du
     elif ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "relu2":
         one, derivative = one_and_derivative(g, ACTIVATION)
-        return one * u, derivative * u, one
+        dg = derivative * u
+        if ACTIVATION == "relu2":  # also beside an infinite u
+            dg = tl.where(g <= 0.0, 0.0, dg)
+        return one * u, dg, one
     elif ACTIVATION == "situ":
         t, s = tanh(g / beta), sigmoid(g)
         one = beta * t * s
@@ -149,13 +164,6 @@ def derivatives_of_two(
             slope = tanh(u / limit)
             u = limit * slope
         return one * u, ((1.0 - t * t) * s + one * (1.0 - s)) * u, one * (1.0 - slope * slope)
-    elif ACTIVATION == "powlu":
-        p, slope = power(g, alpha)
-        s = sigmoid(g)
-        one, clamped = p * s, clamp(u, limit)
-        dg = tl.where(one <= limit, (slope + p * (1.0 - s)) * s * clamped, 0.0)
-        du = tl.where((u >= -limit) & (u <= limit), above(one, limit), 0.0)
-        return above(one, limit) * clamped, dg, du
     else:
         x, factor = g, u
         if HAS_LIMIT:

@@ -244,6 +244,28 @@ def test_activations_and_biases(native, activation, bias):
     assert native
 
 
+@pytest.mark.parametrize("name", ["silu", "swigluoai", "situ", "powlu"])
+def test_activations_that_differ_by_expert(native, name):
+    w13, w2, exact13, exact2 = weights(4, 128, 96, "int8_w8a16:channel")
+    x, (ids, router) = normal(9, 128, seed=3).to(BF16), routing(9, 4, 2)
+    of = {"limit": torch.tensor([0.5, math.inf, 1.2, 0.8])}
+    if name in ("powlu", "swigluoai"):
+        of["alpha"] = torch.tensor([1.9, 0.7, 2.2, 1.1])
+    activation = moe_ops.Activation(name, **of)
+    reference = 0
+    for e in range(4):
+        alone = moe_ops.Activation(name, **{what: of[what][e].item() for what in of})
+        mine = torch.where(ids == e, ids, -1)
+        reference = reference + expected(x, exact13, exact2, router, mine, alone)
+    torch.use_deterministic_algorithms(False)
+    for _ in range(2):  # by the launcher, and past it
+        out = run(x, w13, w2, router, ids, activation=activation)
+        assert error(out, reference) < TOLERANCE
+    assert native and "emulated" not in str(
+        moe_ops.explain(x, w13, w2, ids, activation=activation)
+    )
+
+
 @pytest.mark.parametrize(
     "activation", [*layer.ACTIVATIONS, moe_ops.Activation("situ", limit=math.inf)], ids=str
 )
