@@ -41,6 +41,7 @@ from moe_ops import backends, environment, kernels
 from moe_ops.activations import Activation
 from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.autograd.fused import FusedStep
+from moe_ops.autograd.grouped_fused import GroupedFusedStep
 from moe_ops.autograd.step import Needs
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.deep_gemm import library as deep_gemm
@@ -60,7 +61,7 @@ from moe_ops.meta.router import router_workspace
 from moe_ops.meta.scales import DEEP_GEMM_UE8M0, TRITON_E2M1
 from moe_ops.meta.symmetric import SymmetricLayout, packed_bytes
 from moe_ops.ops import library
-from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.ops.call import ExpertsCall, GroupedCall, Weight
 from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.ops.products import Products
@@ -518,7 +519,14 @@ def compile_training(
     ):
         forward, backward = [FusedStep(step, adapters, products) for _ in range(2)]
         _, h, u, index = forward.forward()
-        backward.backward(_empty(call.M, K, dtype=dtype), h, u, index, needs)
+        grad = _empty(call.M, K, dtype=dtype)
+        backward.backward(grad, h, u, index, needs)
+        if not call.on_input:  # rows that are sorted have no router weights
+            counts = _empty(E, dtype=torch.int64)
+            rows = GroupedCall(x, *weights, counts, *biases, options)
+            forward, backward = [GroupedFusedStep(rows, adapters, products) for _ in range(2)]
+            _, h, u, index = forward.forward()
+            backward.backward(grad, h, u, index, needs._replace(weights=False))
     return found
 
 

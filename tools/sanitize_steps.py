@@ -33,6 +33,8 @@ STEPS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("int4_w4a16:g32:zp", 0, {"bias": True}),
     ("mxfp6_e2m3_w6a16", 0, {}),
     ("fp8_block", 0, {"bias": True}),
+    ("", 0, {"sorted": True}),
+    ("", 0, {"sorted": True, "bias": True, "activation": "swigluoai"}),
     ("", 5, {"activation": "swigluoai"}),
     ("", 16, {"bias": True}),
     ("", 70, {"on_input": True, "activation": "relu2_no_mul"}),  # more ranks than a program takes
@@ -90,21 +92,30 @@ def steps(
             ids[: M // 2, -1] = 0
             if M > 1:
                 ids[0] = E
-            given = [x, router, *([] if scheme else weights), *biases, *matrices]
+            routed = [] if has.get("sorted") else [router]
+            given = [x, *routed, *([] if scheme else weights), *biases, *matrices]
             leaves = [t for t in given if t is not None]
             found: list[list[Tensor]] = []
             for plain in (False, True) if compared else (False,):
                 with ExitStack() as stack:
                     if plain:
                         stack.enter_context(mock.patch.object(planning, "why_not_kernels", _plain))
-                    out = moe_ops.fused_experts(
-                        *(x, *weights, router, ids),
-                        activation=of,
-                        w13_bias=biases[0],
-                        w2_bias=biases[1],
-                        router_weight_on_input=bool(has.get("on_input")),
-                        adapters=adapter,
-                    )
+                    options = {
+                        "activation": of,
+                        "w13_bias": biases[0],
+                        "w2_bias": biases[1],
+                        "adapters": adapter,
+                    }
+                    if has.get("sorted"):  # with rows of no expert behind
+                        counts = torch.bincount(ids[M // 3 :, 0], minlength=E)[:E]
+                        out = moe_ops.grouped_experts(x, *weights, counts, **options)
+                    else:
+                        on_input = bool(has.get("on_input"))
+                        out = moe_ops.fused_experts(
+                            *(x, *weights, router, ids),
+                            router_weight_on_input=on_input,
+                            **options,
+                        )
                     found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
             name = " ".join([scheme or "plain", f"rank {rank}", *map(str, has)])
             yield f"{name} M={M}", found[0], found[-1]

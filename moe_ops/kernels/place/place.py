@@ -293,7 +293,7 @@ class Sorted:
 
 
 @kernel(Sorted)
-def moe_ops_place_sorted(
+def moe_ops_train_place_sorted(
     rows_ptr,
     ends_ptr,
     sizes_ptr,
@@ -329,4 +329,4 @@ def place_sorted(layout: Layout, sizes: Tensor) -> Launch:
         BLOCK_E=block_e(E),
         ROWS=SHARE,
     )
-    return Launch(moe_ops_place_sorted, (cdiv(R, SHARE), 1, 1), args)
+    return Launch(moe_ops_train_place_sorted, (cdiv(R, SHARE), 1, 1), args)
