@@ -257,11 +257,11 @@ def many_rows(layer: LayerSizes, bits: int) -> bool:
     """Whether a layer of so many rows is faster by mixed_gemm/sm90_packed.py, whose blocks of 128
     rows share a decoded weight.
 
-    In 8 bits it is from 64 rows per expert on: with fewer, blocks of 128 rows are mostly empty. In
-    4 bits sm90_wgmma.py needs no copy of rows and pads them to 64, so that it is ahead up to the
-    more rows, the longer those of w2 are.
+    In 8 bits it is from 64 rows per expert on: with fewer, blocks of 128 rows are mostly empty. So
+    5 and 6 bits have it, which were not measured. In 4 bits sm90_wgmma.py needs no copy of rows
+    and pads them to 64, so that it is ahead up to the more rows, the longer those of w2 are.
     """
-    if bits == 8:
+    if bits > 4:
         return layer.rows >= 64 * layer.experts
     least = 128 + layer.I // 16
     return layer.I <= MAX_I_OF_PACKED and layer.rows >= least * layer.experts

@@ -62,8 +62,10 @@ from moe_ops.kernels.mixed_gemm.columns import (
 from moe_ops.kernels.mixed_gemm.decode import (
     SUPER,
     factors_above,
+    high_bits,
     in_one_level,
     in_pairs,
+    runs_of,
     spread,
 )
 from moe_ops.kernels.mixed_gemm.levels import (
@@ -93,7 +95,7 @@ from moe_ops.kernels.mixed_gemm.sm90_mainloop import advance_slot
 from moe_ops.kernels.place.routing import Routing
 from moe_ops.meta.workspace import cdiv
 
-FORMATS = ("int4", "e2m1", "int8", "e4m3", *LEVELS)
+FORMATS = ("int4", "int5", "int6", "e2m1", "int8", "e4m3", *LEVELS)
 RANKS = (16, 32, 64)
 NUM_WARPS = 4  # two programs share a multiprocessor
 NUM_STAGES = 3  # of x
@@ -129,6 +131,108 @@ def scale_layout(BLOCK_N, WORDS, NUM_WARPS, GROUPS):
 
     bases = [[split(b) for b in f] for f in (flat.reg_bases, flat.lane_bases, flat.warp_bases)]
     return gl.SliceLayout(2, gl.DistributedLinearLayout(*bases, [], [BLOCK_N, GROUPS, each]))
+
+
+@gluon.constexpr_function
+def run_layout(BLOCK_N, WORDS, NUM_WARPS):
+    """Layout of the four words of high bits of a row (BLOCK_N, 4) in the threads that decode such
+    a tile of low bits, each of which has a run.
+    """
+    flat = weight_layout(BLOCK_N, WORDS, NUM_WARPS)
+
+    def split(base):
+        return [base[0], base[1] // 4, base[1] % 4]
+
+    bases = [[split(b) for b in f] for f in (flat.reg_bases, flat.lane_bases, flat.warp_bases)]
+    return gl.SliceLayout(1, gl.DistributedLinearLayout(*bases, [], [BLOCK_N, WORDS // 4, 4]))
+
+
+@gluon.constexpr_function
+def plane_assembly(HIGH, MIDDLE):
+    """Eight codes, one to a byte of two words, of words of low and of high bits, which begin at
+    the lowest bit of each byte; then the codes less MIDDLE in bf16, as `int4_pairs` has them, or
+    without a MIDDLE times $6 plus $7 in fp32, rounded.
+    """
+    mask = ((1 << HIGH) - 1 << 4) * 0x01010101
+    codes = f"""{{
+        .reg .b32 e, o, t, k, u, m, l, h;
+        shl.b32 t, $5, 4; and.b32 t, t, {mask:#x}; lop3.b32 e, $4, 0x0f0f0f0f, t, 0xea;
+        shl.b32 t, $5, {4 - HIGH}; and.b32 t, t, {mask:#x};
+        shr.u32 o, $4, 4; lop3.b32 o, o, 0x0f0f0f0f, t, 0xea;"""
+    if MIDDLE:  # beneath a byte of 0x43 they are in bf16 128 more
+        codes += f"""
+        mov.b32 k, 0x43434343; mov.b32 u, 0x3f803f80;
+        mov.b32 m, {0xC300C300 + MIDDLE * 0x10001:#x};
+        prmt.b32 l, e, o, 0x5140; prmt.b32 h, e, o, 0x7362;
+        prmt.b32 $0, l, k, 0x4140; prmt.b32 $1, l, k, 0x4342;
+        prmt.b32 $2, h, k, 0x4140; prmt.b32 $3, h, k, 0x4342;"""
+        for i in range(4):
+            codes += f" fma.rn.bf16x2 ${i}, ${i}, u, m;"
+    else:  # in fp32, too
+        codes += " mov.b32 k, 0x43000000;"
+        for i in range(4):
+            codes += f"""
+        prmt.b32 l, e, k, 0x7{i}44; prmt.b32 h, o, k, 0x7{i}44;
+        fma.rn.f32 l, l, $6, $7; fma.rn.f32 h, h, $6, $7; cvt.rn.bf16x2.f32 ${i}, h, l;"""
+    return codes + "\n}"
+
+
+@gluon.jit
+def plane_pairs(words, high, FORMAT: gl.constexpr):
+    """As int4_pairs, of codes in planes less their middle."""
+    ASSEMBLY: gl.constexpr = plane_assembly(high_bits(FORMAT), 8 << high_bits(FORMAT))
+    return gl.inline_asm_elementwise(
+        ASSEMBLY,
+        "=&r,=&r,=&r,=&r,r,r",
+        [words, high],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def plane_pairs_minimum(words, high, s, near, FORMAT: gl.constexpr):
+    """As int4_pairs, of codes in planes times a scale plus a minimum m, in fp32 and rounded once.
+    `near` is m - 128 s.
+    """
+    ASSEMBLY: gl.constexpr = plane_assembly(high_bits(FORMAT), 0)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY,
+        "=&r,=&r,=&r,=&r,r,r,f,f",
+        [words, high, s, near],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_high(smem, step, WORDS: gl.constexpr, NUM_WARPS: gl.constexpr, FORMAT: gl.constexpr):
+    """The words of high bits (BLOCK_N, WORDS) beside those of low bits of a step, where they begin
+    at the lowest bit of each byte.
+    """
+    BLOCK_N: gl.constexpr = smem.shape[0]
+    HIGH: gl.constexpr = high_bits(FORMAT)
+    PACKED: gl.constexpr = weight_layout(BLOCK_N, WORDS, NUM_WARPS)
+    high = smem.load(run_layout(BLOCK_N, WORDS, NUM_WARPS))
+    high = gl.expand_dims(high, 1).broadcast_to((BLOCK_N, WORDS // 4, 4))
+    high = gl.convert_layout(high.reshape((BLOCK_N, WORDS)), PACKED, assert_trivial=True)
+    run = gl.arange(0, WORDS, gl.SliceLayout(0, PACKED)) // 4
+    run += step % (runs_of(FORMAT) * 4 // WORDS) * (WORDS // 4)
+    return high >> gl.expand_dims(run * (2 * HIGH), 0)
+
+
+@gluon.jit
+def word_of_step(step, WORDS: gl.constexpr, FORMAT: gl.constexpr):
+    """(the word of a row where a step's low bits begin, that of its high bits)."""
+    if high_bits(FORMAT) == 0:
+        return step * WORDS, 0
+    else:
+        RUNS: gl.constexpr = runs_of(FORMAT)
+        STEPS: gl.constexpr = RUNS * 4 // WORDS  # of a unit
+        unit = step // STEPS * (4 * RUNS + 4)
+        return unit + step % STEPS * WORDS, unit + 4 * RUNS
 
 
 @gluon.jit
@@ -323,6 +427,7 @@ def decode(
     zero,
     above,
     tables,
+    high,  # of formats in planes the words of `load_high`
     GROUPS: gl.constexpr,
     FORMAT: gl.constexpr,
     SCALE: gl.constexpr,
@@ -346,6 +451,20 @@ def decode(
         low = spread(both(wide - high.to(gl.float32)), BLOCK_N, GROUPS, EACH)
         high = spread(both(high), BLOCK_N, GROUPS, EACH)
         pairs = gl.join(scaled(w0, high, low), scaled(w1, high, low))
+    elif high_bits(FORMAT) > 0:
+        if HAS_ZERO:
+            wide, least = s.to(gl.float32), zero.to(gl.float32)
+            w0, w1, w2, w3 = plane_pairs_minimum(
+                words,
+                high,
+                spread(wide, BLOCK_N, GROUPS, EACH),
+                spread(least - 128.0 * wide, BLOCK_N, GROUPS, EACH),
+                FORMAT,
+            )
+        else:
+            w0, w1, w2, w3 = plane_pairs(words, high, FORMAT)
+            w0, w1, w2, w3 = four_scaled(w0, w1, w2, w3, s, BLOCK_N, GROUPS, EACH)
+        pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     elif FORMAT == "e2m1":
         factors, offsets = e2m1_scales(s, SCALE)
         factors = spread(factors, BLOCK_N, GROUPS, EACH)
@@ -487,16 +606,17 @@ def scales_of_step(
 
 
 @gluon.jit
-def expect_packed(w, full, step, steps, HALVES: gl.constexpr, STAGES: gl.constexpr):
+def expect_packed(w, w_high, full, step, steps, HALVES: gl.constexpr, STAGES: gl.constexpr):
     """Say how much will come of a step's packed weights, if there is such a step."""
-    size: gl.constexpr = HALVES * w.block_shape[0] * w.block_shape[1] * 4
+    WORDS: gl.constexpr = w.block_shape[1] + (4 if w_high is not None else 0)
+    size: gl.constexpr = HALVES * w.block_shape[0] * WORDS * 4
     mbarrier.expect(full.index(step % STAGES), size, step < steps)
 
 
 @gluon.jit
 def load_packed(
-    w, w_smem, full, step, steps, row, column, gap,
-    TRANSPOSE: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    w, w_smem, w_high, high_smem, full, step, steps, row, column, gap,
+    TRANSPOSE: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of a step's packed weights, if there is such a step."""
     ROWS: gl.constexpr = w.block_shape[0]
@@ -506,10 +626,14 @@ def load_packed(
         at = [row + step * ROWS, column]
         async_load(w, at, full.index(slot), w_smem.index(slot), step < steps)
     else:
+        word, high_word = word_of_step(step, WORDS, FORMAT)
         for half in gl.static_range(HALVES):
-            at = [row + column + half * gap, step * WORDS]
+            first = row + column + half * gap
             place = w_smem.index(slot * HALVES + half)
-            async_load(w, at, full.index(slot), place, step < steps)
+            async_load(w, [first, word], full.index(slot), place, step < steps)
+            if w_high is not None:
+                place = high_smem.index(slot * HALVES + half)
+                async_load(w_high, [first, high_word], full.index(slot), place, step < steps)
 
 
 @gluon.jit
@@ -549,6 +673,7 @@ class PackedSm90:
     x: Descriptor  # (S, K), or (S, N) if TRANSPOSE
     low: LowRankBoxes
     w: Descriptor  # (E N, words of K columns) int32
+    w_high: Descriptor  # the same in boxes of high bits, or None
     pointers: MixedPointers
     index: Pointer  # kernels/device/blocks.py
     num_blocks: Runtime
@@ -569,6 +694,7 @@ def moe_ops_train_wgmma_packed(
     low_rows,
     low_matrix,
     w,
+    w_high,
     w_scale_ptr,
     w_zero_ptr,
     w_factor_ptr,
@@ -640,10 +766,19 @@ def moe_ops_train_wgmma_packed(
     x_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_M, IN], x.layout)
     p_smem = gl.allocate_shared_memory(gl.int32, [PACKED_STAGES, BLOCK_N, WORDS], w.layout)
     halves = p_smem
+    h_smem = p_smem  # not used if there are no high bits
+    high_halves = p_smem
+    if w_high is not None:
+        h_smem = gl.allocate_shared_memory(gl.int32, [PACKED_STAGES, BLOCK_N, 4], w_high.layout)
+        high_halves = h_smem
     if HALVES == 2:
         PACKED_LAYOUT: gl.constexpr = w.layout
         shape: gl.constexpr = [2 * PACKED_STAGES, BLOCK_N // 2, WORDS]
         halves = reinterpret(p_smem, gl.int32, shape, PACKED_LAYOUT)
+        if w_high is not None:
+            HIGH_LAYOUT: gl.constexpr = w_high.layout
+            high_shape: gl.constexpr = [2 * PACKED_STAGES, BLOCK_N // 2, 4]
+            high_halves = reinterpret(h_smem, gl.int32, high_shape, HIGH_LAYOUT)
     w_smem = gl.allocate_shared_memory(
         dtype, [W_BUFFERS, BLOCK_N, BLOCK_K], gl.NVMMASharedLayout(128, 16, 2)
     )
@@ -657,10 +792,10 @@ def moe_ops_train_wgmma_packed(
     barrier()
     row = e * N
     for i in gl.static_range(PACKED_STAGES):
-        expect_packed(w, p_full, i, steps, HALVES, PACKED_STAGES)
+        expect_packed(w, w_high, p_full, i, steps, HALVES, PACKED_STAGES)
         load_packed(
-            w, halves, p_full, i, steps, row, word, gap,
-            TRANSPOSE, HALVES, PACKED_STAGES,
+            w, halves, w_high, high_halves, p_full, i, steps, row, word, gap,
+            TRANSPOSE, HALVES, PACKED_STAGES, FORMAT,
         )  # fmt: skip
     for i in gl.static_range(NUM_STAGES):
         mbarrier.expect(full.index(i), BLOCK_M * IN * 2, i < steps)
@@ -686,13 +821,16 @@ def moe_ops_train_wgmma_packed(
     )  # fmt: skip
     mbarrier.wait(p_full.index(0), 0)
     p = p_smem.index(0).load(PACKED)
-    w_smem.index(0).store(decode(p, s, zero, above, tables, GROUPS, FORMAT, SCALE, HAS_ZERO))
+    high = p
+    if w_high is not None:
+        high = load_high(h_smem.index(0), 0, WORDS, NUM_WARPS, FORMAT)
+    w_smem.index(0).store(decode(p, s, zero, above, tables, high, GROUPS, FORMAT, SCALE, HAS_ZERO))
     fence_async_shared()
-    expect_packed(w, p_full, PACKED_STAGES, steps, HALVES, PACKED_STAGES)
+    expect_packed(w, w_high, p_full, PACKED_STAGES, steps, HALVES, PACKED_STAGES)
     barrier()
     load_packed(
-        w, halves, p_full, PACKED_STAGES, steps, row, word, gap,
-        TRANSPOSE, HALVES, PACKED_STAGES,
+        w, halves, w_high, high_halves, p_full, PACKED_STAGES, steps, row, word, gap,
+        TRANSPOSE, HALVES, PACKED_STAGES, FORMAT,
     )  # fmt: skip
     s, zero, above = scales_of_step(
         1, steps, w_scale_ptr, w_zero_ptr, w_factor_ptr, column, N, gap,
@@ -712,15 +850,19 @@ def moe_ops_train_wgmma_packed(
         following = i + 1
         mbarrier.wait(p_full.index(following % PACKED_STAGES), following // PACKED_STAGES & 1)
         p = p_smem.index(following % PACKED_STAGES).load(PACKED)
+        high = p
+        if w_high is not None:
+            place = h_smem.index(following % PACKED_STAGES)
+            high = load_high(place, following, WORDS, NUM_WARPS, FORMAT)
         next_slot, next_phase = advance_slot(slot, phase, NUM_STAGES)
         # of step i - 2, for which all warps have waited, as of its decoded weights
         at = [first, following * IN]
         async_load(x, at, full.index(next_slot), x_smem.index(next_slot), i > 1)
         after, _ = advance_slot(next_slot, next_phase, NUM_STAGES)  # the slot of step i - 1
         mbarrier.expect(full.index(after), BLOCK_M * IN * 2, (i > 0) & (i + 2 < steps))
-        expect_packed(w, p_full, following + PACKED_STAGES, steps, HALVES, PACKED_STAGES)
+        expect_packed(w, w_high, p_full, following + PACKED_STAGES, steps, HALVES, PACKED_STAGES)
         w_smem.index(following % W_BUFFERS).store(
-            decode(p, s, zero, above, tables, GROUPS, FORMAT, SCALE, HAS_ZERO)
+            decode(p, s, zero, above, tables, high, GROUPS, FORMAT, SCALE, HAS_ZERO)
         )
         fence_async_shared()
         # the fence waits for loads that are under way, so they begin as long before it as can be
@@ -734,8 +876,8 @@ def moe_ops_train_wgmma_packed(
         acc = warpgroup_mma_wait(1, [acc])
         barrier()
         load_packed(
-            w, halves, p_full, following + PACKED_STAGES, steps, row, word, gap,
-            TRANSPOSE, HALVES, PACKED_STAGES,
+            w, halves, w_high, high_halves, p_full, following + PACKED_STAGES, steps, row, word,
+            gap, TRANSPOSE, HALVES, PACKED_STAGES, FORMAT,
         )  # fmt: skip
         slot, phase = next_slot, next_phase
     next_slot, next_phase = advance_slot(slot, phase, NUM_STAGES)
@@ -804,9 +946,10 @@ _layout = cache(gl.NVMMASharedLayout)  # one object each: launches are keyed by 
 @lru_cache(maxsize=4096)
 def _boxes(rows: int, columns: int, size: int, *block: int) -> Boxes:
     """Boxes of a contiguous matrix of elements of so many bytes, whose rows are at most 128 bytes
-    or swizzled in parts of 128.
+    or swizzled in parts of 128; those of 16 bytes are not swizzled.
     """
-    layout = _layout(min(size * block[1], 128), 8 * size, 2)
+    row = size * block[1]
+    layout = _layout(min(row, 128) if row > 16 else 0, 8 * size, 2)
     return Boxes([rows, columns], [columns, 1], list(block), layout)
 
 
@@ -824,6 +967,8 @@ def why_not(w: MixedOperand, dtype: torch.dtype, transpose: bool) -> str | None:
     of_rows = w.strides.w_factor_stride_n > 0 and not of.two_levels
     if of_rows and (transpose or of.name != "e2m1"):
         return "it has scales of rows"
+    if of.high_bits and (transpose or w.K % (128 // of.high_bits)):
+        return "its columns are in planes, of which this product does not take whole units"
     if w.K % block_k or (transpose and w.N % block_n):
         return "tiles do not divide its size"
     if of.group and block_k % of.group and of.group % block_k:
@@ -861,14 +1006,18 @@ def multiply(
     assert not gated or (w.N % BLOCK_OUT == 0 and low is None)
     box_rows = block_n // 2 if gated and not activation.INTERLEAVED else block_n
     words = w.K * of.bits // 32
-    w_boxes = _boxes(w.E * w.N, words, 4, box_rows, block_k * of.bits // 32)
+    high = of.high_bits
+    in_step = 4 if high else of.bits  # of a weight, in the boxes
+    w_boxes = _boxes(w.E * w.N, words, 4, box_rows, block_k * in_step // 32)
+    data = w.data.view(torch.int32)
     out_size = w.K if transpose else w.N
     even = out_size % BLOCK_OUT == 0
     args = PackedSm90(
         y=y,
         x=_boxes(*x.shape, 2, BLOCK_M, STEP).of(x),
         low=LowRankBoxes(rows, matrix),
-        w=w_boxes.of(w.data.view(torch.int32)),
+        w=w_boxes.of(data),
+        w_high=_boxes(w.E * w.N, words, 4, box_rows, 4).of(data) if high else None,
         pointers=w.pointers,
         index=routing.index,
         num_blocks=routing.num_blocks,
@@ -880,7 +1029,8 @@ def multiply(
         of_rows=scales_of_rows(w),
         activation=activation,
         tile=WgmmaTile(
-            transpose, even, GROUP_M, block_n, block_k, NUM_STAGES, 16 // of.bits, NUM_WARPS
+            *(transpose, even, GROUP_M, block_n, block_k, NUM_STAGES),
+            *(2 if high else 16 // of.bits, NUM_WARPS),
         ),
     )
     grid = (routing.num_blocks * cdiv(out_size, BLOCK_OUT), 1, 1)

@@ -12,8 +12,10 @@ from tests.kernels.mixed_gemm.test_decode import (
     E2M1,
     E4M3,
     assert_rounded_once,
+    execute,
     halves,
     minimum_operands,
+    register,
     run,
     run_registers,
     scale_above,
@@ -28,7 +30,7 @@ import triton.language as tl
 
 from moe_ops.backends.triton.relayout import from_words, to_words
 from moe_ops.kernels.device import permutation
-from moe_ops.kernels.mixed_gemm import sm90_decode, sm90_mainloop, sm90_wgmma
+from moe_ops.kernels.mixed_gemm import sm90_decode, sm90_mainloop, sm90_packed, sm90_wgmma
 from tests.kernels.mixed_gemm.test_sm90_wgmma import INT4_NUMBERS, columns_at
 
 SOURCE = "mixed_gemm/sm90_decode.py"
@@ -82,6 +84,23 @@ def test_int4_with_minimum():
         found = run("int4_pairs_minimum", word, *one, source="mixed_gemm/sm90_packed.py")
         columns = [word >> 4 * i & 15 for i in range(8)]
         assert_rounded_once(found, columns, s[:1], m[:1])
+
+
+@pytest.mark.parametrize("high", [1, 2])
+def test_planes_in_the_order_of_columns(high):
+    """Beside high bits of other runs: less their middle, and rounded once with a minimum."""
+    assembly = sm90_packed.plane_assembly(high, 8 << high), sm90_packed.plane_assembly(high, 0)
+    g = torch.Generator().manual_seed(0)
+    for low, above in zip(words(64), reversed(words(64)), strict=True):
+        places = [8 * (i // 2) + high * (i % 2) for i in range(8)]
+        bits = [above >> place & 2**high - 1 for place in places]
+        codes = [(low >> 4 * i & 15) + 16 * bits[i] for i in range(8)]
+        found = execute(assembly[0], "=r,=r,=r,=r,r,r", low, above)
+        assert [n for one in found for n in halves(one)] == [n - (8 << high) for n in codes]
+        s, m = torch.rand(1, generator=g) + 0.5, torch.randn(1, generator=g) * 8
+        operands = [register(float(n)) for n in (s, m - 128 * s)]
+        found = execute(assembly[1], "=r,=r,=r,=r,r,r,r,r", low, above, *operands)
+        assert_rounded_once([n for one in found for n in halves(one)], codes, s, m)
 
 
 def test_int4_rounded_to_e4m3():
