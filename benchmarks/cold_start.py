@@ -1,24 +1,29 @@
 """Seconds from the start of a process until a model's prompt and decode step are compiled: with
 nothing cached, with a bundle of moe_ops.save_warm beside empty caches, and with warm caches.
 
-    python benchmarks/cold_start.py [--layers 8] [--rounds 1] [--experts moe_ops] [--json FILE]
-                                    [--save FILE] [--bundle FILE] [--dry-run]
+    python benchmarks/cold_start.py [--layers 8] [--rounds 1] [--experts moe_ops] [--export]
+                                    [--results FOLDER] [--bundle FOLDER] [--limit SECONDS]
+    python benchmarks/cold_start.py --dry-run   # a tiny model on a CPU
 
 A Qwen3-MoE of real widths with random bf16 weights. Each case is a process of its own, with its
 own folders for every cache (the home directory is one), and runs: the imports, `load_warm`, the
 model, `moe_ops.warmup` for one token and for the prompt, a greedy decode step with a static cache
 (fullgraph, mode="reduce-overhead"), and a forward over the prompt (fullgraph). Counted are the
 compilers that it or its workers started, what Triton compiled in it, and the kernels that came
-into the folders of Triton and DeepGEMM after the bundle was loaded.
+into the folders of Triton and DeepGEMM after the bundle was loaded. `imports` are seconds of new
+processes that import transformers' modelling code of the model, without and with ours.
 
-`--save` keeps the bundle. `--bundle` takes one that another machine of the same kind made, and
-leaves out the case with warm caches. A dry run is a tiny model on a CPU.
+`--export` keeps the bundle in the results folder, in parts of 15 MiB. `--bundle` takes such a
+folder of another machine of the same kind, and leaves out the case with warm caches. Results go to
+FOLDER/cold_start_<GPU>.json, or cold_start_elsewhere_<GPU>.json with --bundle, after each process;
+past the limit no process is begun, and one that runs is ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import site
@@ -32,7 +37,16 @@ from typing import Any
 from compilers import Compilers
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results"
 CASES = ("nothing cached", "bundle", "warm folders")
+PART_BYTES = 15 << 20
+IMPORT = "import transformers.models.qwen3_moe.modeling_qwen3_moe"
+IMPORTS = {
+    "transformers": IMPORT,
+    "with moe_ops": f"import moe_ops.integrations.transformers; {IMPORT}",
+}
+# what is wanted: of the time with nothing cached, seconds of imports, MiB
+MOST, MOST_IMPORT, MOST_MIB = 0.6, 0.5, 48
 PROMPT, CACHE = 512, 1024  # tokens
 STEPS = 4  # decode steps: one compiles, the next two record and check the CUDA graph
 WIDTHS = {
@@ -167,18 +181,33 @@ def kernels() -> dict[str, set[str]]:
     }
 
 
+def imports(rounds: int) -> dict[str, float]:
+    """Seconds of processes that import, the fewest of some; in turns."""
+    found = dict.fromkeys(IMPORTS, math.inf)
+    for _ in range(rounds):
+        for name, text in IMPORTS.items():
+            began = time.perf_counter()
+            subprocess.run([sys.executable, "-c", text], env=with_sources(), check=True)
+            found[name] = min(found[name], round(time.perf_counter() - began, 2))
+    return found
+
+
+def with_sources() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path}
+
+
 def run(
     name: str, home: Path, compilers: Compilers, arguments: argparse.Namespace, **files: str
 ) -> dict[str, Any]:
-    """One case in a process of its own."""
+    """One case in a process of its own. Raises RuntimeError if it fails."""
     print(f"  {name}", file=sys.stderr, flush=True)
     (home / "tmp").mkdir(parents=True, exist_ok=True)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
+    environment = {k: v for k, v in with_sources().items() if k != "TRITON_CACHE_DIR"}
     environment |= compilers.environment | {
         "HOME": str(home),
         "TMPDIR": str(home / "tmp"),
         "PYTHONUSERBASE": site.getuserbase(),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")])),
         "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
         # else each process on a CPU preprocesses a header
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
@@ -191,13 +220,61 @@ def run(
         command += [f"--{option}", path]
     compilers.forget()
     command += ["--begin", repr(time.time())]
-    done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE)
+    left = arguments.until - time.perf_counter()
+    if left < 0:
+        raise RuntimeError("the limit was reached")
+    options: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE}
+    options["timeout"] = None if math.isinf(left) else left
+    try:
+        done = subprocess.run(command, env=environment, **options)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError("it was ended at the limit") from None
     if done.returncode:
-        sys.exit(f"{name}: the process ended with {done.returncode}")
+        raise RuntimeError(f"the process ended with {done.returncode}")
     row = {"case": name, **json.loads(done.stdout.splitlines()[-1])}
     row["compilers"] = compilers.counts()
     print(f"    in all: {row['seconds']} s, {row['compilers']}", file=sys.stderr, flush=True)
     return row
+
+
+def whole(folder: str, target: Path) -> str:
+    """The bundle whose parts are in a folder, or a file itself."""
+    if Path(folder).is_file():
+        return folder
+    parts = sorted(Path(folder).glob("cold_start.warm.*"))
+    if not parts:
+        raise SystemExit(f"{folder} has no cold_start.warm.00")
+    target.write_bytes(b"".join([part.read_bytes() for part in parts]))
+    return str(target)
+
+
+def export(bundle: str, folder: Path) -> None:
+    data = Path(bundle).read_bytes()
+    for number, start in enumerate(range(0, len(data), PART_BYTES)):
+        part = folder / f"cold_start.warm.{number:02}"
+        part.write_bytes(data[start : start + PART_BYTES])
+
+
+def verdicts(result: dict[str, Any]) -> list[str]:
+    """What was found beside what is wanted."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in result["rows"]:
+        if row["case"] not in best or row["seconds"] < best[row["case"]]["seconds"]:
+            best[row["case"]] = row
+    lines = [f"the bundle has {result['bundle_bytes'] / 2**20:.1f} MiB, wanted <= {MOST_MIB}"]
+    if found := best.get("bundle"):
+        started = sum(found["compilers"].values()) + found["compiled_by_triton"]
+        lines.append(f"with it {started} compilers ran, wanted 0 {found['refused']}")
+        for name, most in (("nothing cached", MOST), ("warm folders", 1.0)):
+            if name in best:
+                ratio = found["seconds"] / best[name]["seconds"]
+                lines.append(f"it takes {ratio:.2f} times {name}, wanted <= {most}")
+    tokens = {tuple(row["tokens"]) for row in result["rows"]}
+    lines.append("tokens are the same" if len(tokens) < 2 else f"tokens differ: {tokens}")
+    if of_imports := result.get("imports"):
+        more = of_imports["with moe_ops"] - of_imports["transformers"]
+        lines.append(f"importing moe_ops takes {more:.2f} s more, wanted <= {MOST_IMPORT}")
+    return lines
 
 
 def main() -> None:
@@ -207,46 +284,63 @@ def main() -> None:
     parser.add_argument(
         "--experts", default="moe_ops", help="or grouped_mm, which needs no bundle"
     )
-    parser.add_argument("--json", type=Path, help="a file for what was measured")
-    parser.add_argument("--save", help="a file for the bundle")
-    parser.add_argument("--bundle", help="the bundle of another machine")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a folder")
+    parser.add_argument("--export", action="store_true", help="keep the bundle there, in parts")
+    parser.add_argument("--bundle", help="a folder with the parts of another machine's bundle")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds in all")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--case", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--save", help=argparse.SUPPRESS)
     parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
         print(json.dumps(case(arguments)))
         return
-    rows = []
+    arguments.until = time.perf_counter() + arguments.limit - 10
+    sys.path.insert(0, str(ROOT))
+    from records import describe_run
+
+    command = ["python", "benchmarks/cold_start.py", *sys.argv[1:]]
+    facts = describe_run(command, arguments.dry_run)
+    rows: list[dict[str, Any]] = []
+    result = {"run": facts, "layers": arguments.layers, "bundle_bytes": 0, "rows": rows}
+    gpu = facts["machine"].get("gpu", "CPU").replace(" ", "_")
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    where = "elsewhere_" if arguments.bundle else ""
+    target = arguments.results / f"cold_start_{where}{gpu}.json"
+
+    def keep(row: dict[str, Any], bundle: str) -> None:
+        rows.append(row)
+        result["bundle_bytes"] = Path(bundle).stat().st_size
+        target.write_text(json.dumps(result, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         compilers = Compilers(root / "compilers")
-        bundle = arguments.bundle
-        if not bundle:
-            bundle = str(root / "model.warm")
-            rows.append(run(CASES[0], root / "first", compilers, arguments, save=bundle))
-        for number in range(arguments.rounds):
-            home = root / f"bundle{number}"
-            rows.append(run(CASES[1], home, compilers, arguments, bundle=bundle))
-            shutil.rmtree(home)
-            if not arguments.bundle:
-                rows.append(run(CASES[2], root / "first", compilers, arguments))
-        size = Path(bundle).stat().st_size
-        if arguments.save and not arguments.bundle:
-            shutil.copy(bundle, arguments.save)
-    result = {"layers": arguments.layers, "bundle_bytes": size, "rows": rows}
-    if arguments.json:
-        sys.path.insert(0, str(ROOT))
-        from records import describe_run
-
-        command = ["python", "benchmarks/cold_start.py", *sys.argv[1:]]
-        result = {"run": describe_run(command, arguments.dry_run), **result}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-    print(f"\n{'case':16} {'seconds':>8}  compilers")
+        bundle = str(root / "model.warm")
+        try:
+            if arguments.bundle:
+                bundle = whole(arguments.bundle, root / "model.warm")
+            else:
+                keep(run(CASES[0], root / "first", compilers, arguments, save=bundle), bundle)
+                if arguments.export:
+                    export(bundle, arguments.results)
+            for number in range(arguments.rounds):
+                home = root / f"bundle{number}"
+                keep(run(CASES[1], home, compilers, arguments, bundle=bundle), bundle)
+                shutil.rmtree(home)
+                if not arguments.bundle:
+                    keep(run(CASES[2], root / "first", compilers, arguments), bundle)
+            result["imports"] = imports(2)
+            target.write_text(json.dumps(result, indent=1) + "\n")
+        except RuntimeError as error:
+            print(f"stopped: {error}", flush=True)
+    print(f"{'case':16} {'seconds':>8}  compilers")
     for row in rows:
         print(f"{row['case']:16} {row['seconds']:8.1f}  {row['compilers']}")
-    print(f"bundle: {size / 2**20:.1f} MiB")
+    print("\n".join(verdicts(result)), target, sep="\n")
+    if "imports" not in result:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -414,9 +414,13 @@ print(hits)
 @pytest.mark.skipif(sys.platform != "linux", reason="wrappers of compilers, and /proc")
 def test_a_compiled_model_starts_without_a_compiler(tmp_path):
     pytest.importorskip("transformers")
-    file = tmp_path / "rows.json"
-    done = run("cold_start.py", "--dry-run", "--layers", "1", "--json", str(file))
+    given = ("--dry-run", "--layers", "1", "--export", "--results", str(tmp_path))
+    done = run("cold_start.py", *given)
     assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("*.json")
+    size = sum([part.stat().st_size for part in tmp_path.glob("cold_start.warm.*")])
+    assert size == json.loads(file.read_text())["bundle_bytes"] > 0
+    assert "it takes" in done.stdout and "importing moe_ops takes" in done.stdout
     rows = {row["case"]: row for row in json.loads(file.read_text())["rows"]}
     cold, bundled, warm_folders = (rows[n] for n in ("nothing cached", "bundle", "warm folders"))
     assert cold["compilers"].get("g++", 0) > 5
