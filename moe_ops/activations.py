@@ -17,6 +17,8 @@ from torch import Tensor
 from moe_ops.checks import check_one_of
 
 NO_LIMIT = 3.0e38  # finite stand-in for "no limit": AOTInductor cannot serialise inf
+# HAS_LIMIT of kernels whose alpha, beta and limit are pointers to one for each expert
+BY_EXPERT = 2
 
 _GATED = (
     *("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep"),

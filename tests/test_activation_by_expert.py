@@ -85,6 +85,44 @@ def test_quantized_weights(name, scheme):
     assert oracle.relative_error(out, want) < (0.06 if scheme == "fp8_block" else 4e-3)
 
 
+DEVICE, DTYPE = ("cuda", BF16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+@named
+@pytest.mark.parametrize("scheme", ["", "int8_w8a16:channel", "fp8_block"])
+def test_triton(name, scheme):
+    """One token and several, by the kernels that have parameters by expert."""
+    (x, w13, w2, weights), ids, biases = arguments(DTYPE)
+    exact = w13.double(), w2.double()
+    if scheme:
+        w13, w2 = [moe_ops.quantize(w, scheme) for w in (w13, w2)]
+        exact = [w.dequantize(torch.float32).double() for w in (w13, w2)]
+        biases = {}
+    act = Activation(
+        name, **{k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in CASES[name].items()}
+    )
+    of = {k: v.to(DEVICE) for k, v in biases.items()}
+    wide = {k: v.double() for k, v in biases.items()}
+    for count in (1, M):
+        given = [t.to(DEVICE) for t in (x[:count], w13, w2, weights[:count], ids[:count])]
+        with poisoned_memory():
+            out = moe_ops.fused_experts(*given, activation=act, backend="triton", **of)
+        few = [x[:count].double(), *exact, weights[:count].double()]
+        allowed = 0.06 if scheme == "fp8_block" else 4e-3 if DTYPE == BF16 else 1e-5
+        assert oracle.relative_error(out.cpu(), expected(few, ids[:count], wide, name)) < allowed
+
+
+def test_triton_refuses_what_it_has_not():
+    tensors, ids, _ = arguments()
+    act = Activation("silu", limit=LIMITS)
+    with pytest.raises(ValueError, match="batch invariant with parameters of the activation by"):
+        moe_ops.fused_experts(
+            *tensors, ids, activation=act, backend="triton", batch_invariant=True
+        )
+    plan = str(moe_ops.explain(*tensors[:3], ids, activation=act))
+    assert "not cutlass: " in plan and "takes one alpha, beta and limit for all experts" in plan
+
+
 @named
 def test_batch_invariant_rows_and_an_expert_map(name):
     """Parameters are those of the experts that are here."""

@@ -116,6 +116,7 @@ class Call:
     batch_invariant: bool = False
     global_rows: bool = False  # each row of w13 has a global scale
     rank: int = 0  # of eight adapters, of which each token has one; 0: tokens have none
+    by_expert: bool = False  # each expert has its own parameters of the activation
 
 
 @dataclass(frozen=True)
@@ -369,6 +370,7 @@ def problem_of(call: Call) -> Problem:
         call.layout,
         Options(None if linear else activation, batch_invariant=call.batch_invariant),
         has_bias=call.bias,
+        activation_by_expert=call.by_expert,
         mapped_experts=2 * E if call.expert_map else 0,
         quantized_input=call.arrives,
         global_rows=("w13",) if call.global_rows else (),
@@ -419,6 +421,8 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
     if call.bias:
         b13, b2 = _empty(E, N, dtype=call.dtype), _empty(E, K, dtype=call.dtype)
         fields |= {"w13_bias": b13, "w2_bias": b2, "bias": b13}
+    if call.by_expert:
+        fields["activation_by_expert"] = _empty(3, E, dtype=torch.float32)
     if call.expert_map:
         fields["expert_map"] = _empty(2 * E, dtype=torch.int32)
     rows = (E, M) if call.kind == "batched_experts" else (M,)

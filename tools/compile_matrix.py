@@ -167,6 +167,8 @@ def calls() -> Iterator[AnyCall]:
             yield Call(qwen3, 64, scheme, kind="batched_experts", arrives=True)
             yield Call(gptoss, 64, scheme, kind="grouped_linear", arrives=True)
     yield Call(gptoss, 64, activation="swigluoai", bias=True, transposed=True, ids=torch.int64)
+    for scheme in ("", "fp8_block", "int4_w4a16:g128"):
+        yield Call(qwen3, 64, scheme, activation="situ", by_expert=True)
     for dtype in (torch.float16, torch.float32):
         for M in (1, 8, 64, 1024):
             yield Call(SHAPES["odd"], M, dtype=dtype, activation="gelu_tanh")

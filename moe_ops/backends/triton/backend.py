@@ -120,6 +120,11 @@ def supports(problem: Problem, machine: Machine) -> list[str]:
             f"triton takes weights in their natural layout or in {TRITON_E2M1!r}, got "
             f"{problem.layout!r}; {_BACK}"
         )
+    if problem.activation_by_expert and (w13 != w2 or problem.layout):
+        reasons.append(
+            "triton takes parameters of the activation by expert beside weights of one scheme in "
+            "their natural layout"
+        )
     if problem.dtype not in _DTYPES:
         reasons.append(f"triton takes bfloat16, float16 or float32, got {problem.dtype}")
     return reasons
@@ -139,6 +144,10 @@ def depends_on_batch(problem: Problem, machine: Machine) -> list[str]:
         )
     if machine.gfx:
         reasons.append(f"triton is not shown to be batch invariant on {machine.gfx}")
+    if problem.activation_by_expert:
+        reasons.append(
+            "triton is not shown to be batch invariant with parameters of the activation by expert"
+        )
     return reasons
 
 
@@ -353,6 +362,7 @@ BACKEND = register(
             resident_on=("cuda", "cpu"),
             passes=_launch("experts"),
             adapts=Adapts(_launch_adapted, adapter_elements, why_not_adapted),
+            activation_by_expert=True,
             depends_on_batch=depends_on_batch,
         ),
         exchanges=Exchanges(adds_ranks=True),

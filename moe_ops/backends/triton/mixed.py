@@ -17,7 +17,7 @@ from moe_ops.backends.triton.products import (
 from moe_ops.choose import mixed as choose
 from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels import launch
-from moe_ops.kernels.activation import activated
+from moe_ops.kernels.activation import activated, activated_by_expert
 from moe_ops.kernels.configs import (
     GEMV,
     SM90_MMA,
@@ -85,7 +85,10 @@ def _layer(
     packed: bool = True,  # and those of sm90_packed.py
 ) -> MixedLayer:
     """The MixedLayer of a call, or of a part of it."""
-    activation, rounding = activated(a.options.activation), rounding_of(a.scheme)
+    activation = activated_by_expert(a.options.activation, a.activation_by_expert)
+    rounding = rounding_of(a.scheme)
+    if a.activation_by_expert is not None:  # which sm80_mma.py alone has
+        whole = packed = False
     one_token = whole and layer.pairs == layer.top_k
     dtype = a.hidden_states.dtype if rounding is None else rounding.dtype
     if a.options.batch_invariant and runs_wgmma(a, w13, w2, dtype, rounding):
@@ -122,6 +125,8 @@ def runs_wgmma(
 ) -> bool:
     """Whether the kernels of sm90_wgmma.py can run a layer."""
     if not configs.on_sm90(a.hidden_states.get_device()):
+        return False
+    if a.activation_by_expert is not None:
         return False
     if rounding is not None and rounding.SCALE != "row":
         return False

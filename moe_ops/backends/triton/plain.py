@@ -15,7 +15,7 @@ from moe_ops.choose.plain import (
 )
 from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels import launch
-from moe_ops.kernels.activation import Activated, activated
+from moe_ops.kernels.activation import Activated, activated, activated_by_expert
 from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
 from moe_ops.kernels.gemm.operands import Output, Scaling, Weight, bias_of, scaling_of, weight_of
@@ -52,16 +52,19 @@ def experts(
     gpu = launch.gpu(device)
     w13, w2 = _weights(a, gpu)
     (E, K, I), routed = w2.data.shape, a.global_experts  # noqa: E741
-    activation, scaling = activated(a.options.activation), scaling_of(a.scheme, gpu.native)
+    activation = activated_by_expert(a.options.activation, a.activation_by_expert)
+    scaling = scaling_of(a.scheme, gpu.native)
+    # sm80_mma.py alone adds adapters, and has parameters of the activation by expert
+    any_kernel = adapted is None and a.activation_by_expert is None
     dtype, pairs, scales = a.dtype, M * top_k, (scaling.W_SCALE, scaling.X_SCALE)
     layer = LayerSizes(pairs, routed if a.options.slots else E, K, I, gpu, top_k, routed)
     if a.options.batch_invariant and not same_bits_in_all_tiles(dtype, device):
         config = for_any_batch(layer, dtype.itemsize, False, *scales, activation.GATED)
     else:
-        tma = pairs >= LARGE_ROWS * routed and adapted is None
+        tma = pairs >= LARGE_ROWS * routed and any_kernel
         tma = tma and sm90_tma.why_not(w13, w2, activation, scaling, gpu) is None
         # gemv.py has whole layers, and sums in another order
-        one_token = M == 1 and passes is None and adapted is None and not a.options.batch_invariant
+        one_token = M == 1 and passes is None and any_kernel and not a.options.batch_invariant
         one_token = one_token and gemv.why_not(w13, w2, top_k, scaling) is None
         kernels = (activation.GATED, tma, one_token, a.options.batch_invariant)
         config = for_experts(layer, dtype, a.scheme, scales, *kernels)

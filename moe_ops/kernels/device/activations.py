@@ -6,8 +6,33 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
+from moe_ops import activations
 from moe_ops.kernels.device.e4m3 import clamp
 from moe_ops.kernels.device.interpreter import INTERPRET
+
+BY_EXPERT = tl.constexpr(activations.BY_EXPERT)
+
+
+@triton.jit
+def of_expert(alpha, beta, limit, e, HAS_LIMIT: tl.constexpr):
+    """The parameters of an activation, where they differ by expert those of expert e."""
+    if HAS_LIMIT == BY_EXPERT:
+        alpha, beta, limit = tl.load(alpha + e), tl.load(beta + e), tl.load(limit + e)
+    return alpha, beta, limit
+
+
+@triton.jit
+def bounded(u, limit, HAS_LIMIT: tl.constexpr):
+    """(L tanh(u / L), tanh(u / L)) of situ; u and 0 without a limit."""
+    if HAS_LIMIT:
+        slope = tanh(u / limit)
+        if HAS_LIMIT == BY_EXPERT:  # some may have none
+            none = limit >= 3.0e38
+            return tl.where(none, u, limit * slope), tl.where(none, 0.0, slope)
+        else:
+            return limit * slope, slope
+    else:
+        return u, tl.zeros_like(u)
 
 
 @triton.jit
@@ -83,8 +108,13 @@ def activate_one(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
-    """A gated activation of gate g and up u, fp32 (formulas: moe_ops.activations.Activation)."""
+def activate_two(
+    g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, e=None
+):
+    """A gated activation of gate g and up u, fp32 (formulas: moe_ops.activations.Activation), of
+    expert e where its parameters differ by expert.
+    """
+    alpha, beta, limit = of_expert(alpha, beta, limit, e, HAS_LIMIT)
     if ACTIVATION == "swiglustep" or ACTIVATION == "powlu":
         if ACTIVATION == "powlu":
             p, _ = power(g, alpha)
@@ -98,8 +128,7 @@ def activate_two(g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
     elif ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "relu2":
         return activate_one(g, ACTIVATION) * u
     elif ACTIVATION == "situ":
-        if HAS_LIMIT:
-            u = limit * tanh(u / limit)
+        u, _ = bounded(u, limit, HAS_LIMIT)
         return beta * times_sigmoid(tanh(g / beta), g) * u
     else:
         if HAS_LIMIT:
@@ -134,9 +163,10 @@ def one_and_derivative(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def derivatives_of_two(
-    g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr
+    g, u, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, e=None
 ):
     """(`activate_two`, its derivatives by g and by u). These are 0 beyond a limit, not at it."""
+    alpha, beta, limit = of_expert(alpha, beta, limit, e, HAS_LIMIT)
     if ACTIVATION == "swiglustep" or ACTIVATION == "powlu":
         if ACTIVATION == "powlu":
             p, slope = power(g, alpha)
@@ -159,10 +189,7 @@ def derivatives_of_two(
     elif ACTIVATION == "situ":
         t, s = tanh(g / beta), sigmoid(g)
         one = beta * t * s
-        slope = tl.zeros_like(u)
-        if HAS_LIMIT:
-            slope = tanh(u / limit)
-            u = limit * slope
+        u, slope = bounded(u, limit, HAS_LIMIT)
         return one * u, ((1.0 - t * t) * s + one * (1.0 - s)) * u, one * (1.0 - slope * slope)
     else:
         x, factor = g, u

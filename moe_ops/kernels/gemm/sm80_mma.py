@@ -417,7 +417,7 @@ def moe_ops_gemm1(
             g, u = acc.reshape(BLOCK_I // 8, 2, 8, BLOCK_M).permute(0, 2, 3, 1).split()
             g = g.reshape(BLOCK_I, BLOCK_M)
             u = u.reshape(BLOCK_I, BLOCK_M)
-        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT, e)
     else:
         h = activate_one(acc, ACTIVATION)
     column = n * BLOCK_I + tl.arange(0, BLOCK_I)

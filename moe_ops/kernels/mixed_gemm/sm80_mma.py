@@ -693,7 +693,7 @@ def moe_ops_mixed_gemm1(
         g, u = acc.reshape(BLOCK_M, BLOCK_I // EACH, 2, EACH).permute(0, 1, 3, 2).split()
         g = g.reshape(BLOCK_M, BLOCK_I)
         u = u.reshape(BLOCK_M, BLOCK_I)
-        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+        h = activate_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT, e)
     else:
         h = activate_one(acc, ACTIVATION)
     if h_amax_ptr is not None:
