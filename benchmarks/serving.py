@@ -12,6 +12,7 @@ own with its mask over all cached tokens. Rounds before the times count until no
 in one; captures and kernels that Triton compiles are counted from then on, and in the first round.
 Steps that decode are profiled: time in which kernels run, with and without those of attention.
 Log-probabilities and texts are compared with those of unbatched runs of the same implementation.
+"moe_ops with padding" is moe_ops whose experts also run the rows that pad a batch.
 Rows are written to FOLDER/serving_<GPU>.json after each cell, replacing older ones.
 """
 
@@ -41,6 +42,7 @@ from torch import Tensor
 
 import moe_ops
 import moe_ops.integrations.transformers as moe_transformers
+from moe_ops.integrations.transformers import padding
 
 NEW_TOKENS, PROMPTS = 64, (32, 512)
 BATCH_TOKENS = 2048  # of a step, prompts and decodes together
@@ -55,7 +57,9 @@ MAX_DIFFERENCE = 0.5  # of log-probabilities, in the mean: what is above it is w
 OF_ATTENTION = ("flash", "fmha", "attention", "sdpa")  # in names of kernels
 # (experts, scheme, compiled), in the order in which they run: eager is last of those by default,
 # since its capture fails, and may leave the device unusable
+PADDED = "moe_ops with padding"  # first: what leaves padding out stays on the model
 IMPLEMENTATIONS = {
+    PADDED: ("moe_ops", "", False),
     "moe_ops": ("moe_ops", "", False),
     "grouped_mm": ("grouped_mm", "", False),
     "moe_ops fp8_block": ("moe_ops", "fp8_block", False),
@@ -436,8 +440,10 @@ class Run:
         if not requests or self.left() < 5:
             reason = "the time was over" if requests else "it would copy too many weights"
             return self.refuse(row | {"requests": self.given.requests[0]}, reason)
-        plain = self.bench.model
+        plain, own = self.bench.model, padding.leave_out_padding
         try:
+            if implementation == PADDED:
+                padding.leave_out_padding = lambda model: None
             if scheme:  # of a copy, since other implementations need the weights
                 self.bench.model = copied(plain)
             self.bench.use(experts, scheme)
@@ -469,7 +475,7 @@ class Run:
         except Exception as error:  # leaves the others
             self.refuse(row | {"requests": self.given.requests[0]}, reason_of(error))
         finally:
-            self.bench.model = plain
+            self.bench.model, padding.leave_out_padding = plain, own
 
     def cell(self, row: dict[str, Any], manager: Any) -> None:
         """Times, profile and comparison of one number of requests."""
@@ -567,7 +573,8 @@ def table(results: Results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     # torch.compile alone takes minutes
-    default = [name for name, (_, _, compiled) in IMPLEMENTATIONS.items() if not compiled]
+    compiled = [name for name, (_, _, compiled) in IMPLEMENTATIONS.items() if compiled]
+    default = [name for name in IMPLEMENTATIONS if name not in (PADDED, *compiled)]
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=default)
     parser.add_argument(
         *("--requests", "-n"), type=int, nargs="+", default=[32, 8, 128], help="first to last"

@@ -59,17 +59,18 @@ def prompts():
     return [torch.randint(1, 300, (n,), generator=rng).tolist() for n in LENGTHS]
 
 
-def want_of(family: str):
-    model = built(family)
+def want_of(family: str, device: str = "cpu"):
+    model = copy.deepcopy(built(family)).to(device)
+    model.set_experts_implementation("eager")
     found = []
     for prompt in prompts():
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=device)
         out = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
         found.append(out[0, len(prompt) :].tolist())
     return found
 
 
-def batched(model, padded: bool = True, compile_config=None):
+def batched(model, padded: bool = True, compile_config=None, record=None):
     """Greedy tokens of all prompts, in batches that are padded to multiples of 64."""
     config = transformers.ContinuousBatchingConfig(
         num_blocks=8,
@@ -77,13 +78,18 @@ def batched(model, padded: bool = True, compile_config=None):
         max_batch_tokens=64,
         max_requests_per_batch=4,
         varlen_compile_config=compile_config,
+        use_cuda_graph=model.device.type == "cuda",
     )
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     manager = model.init_continuous_batching(greedy, config)
-    manager.batch_processor = manager._create_batch_processor()
-    manager.batch_processor.model_runner.pad_inputs = padded
-    if padded and compile_config is None:
-        padding.leave_out_padding(model)  # a CPU has no graphs, for which this would be done
+    if model.device.type == "cuda":
+        manager.warmup()
+        record.clear()
+    else:
+        manager.batch_processor = manager._create_batch_processor()
+        manager.batch_processor.model_runner.pad_inputs = padded
+        if padded and compile_config is None:
+            padding.leave_out_padding(model)  # no graphs here, for which this would be done
     names = manager.add_requests(prompts(), max_new_tokens=NEW)
     manager.start()
     try:
@@ -191,3 +197,18 @@ def test_compiled():
     ours, others = graphs[: len(graphs) // 2], graphs[len(graphs) // 2 :]
     assert len(ours) == len(others)
     assert sum(map(len, ours)) > sum(map(len, others))  # layers may share a graph
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs():
+    """Captured, the number of tokens is that of each replay, and so is what is recorded."""
+    model = model_of("qwen3_moe").to("cuda")
+    moe_transformers.attach(model)
+    moe_transformers.fuse_routers(model)
+    moe_ops.warmup(model, [64], show_progress=False)
+    tokens = sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
+    with moe_transformers.record_routing(model, 200) as record:
+        assert batched(model, record=record) == want_of("qwen3_moe", "cuda")
+    assert padding.batch_in(model) is not None
+    assert [ids.shape[0] for ids in record.ids()] == [tokens] * SIZES["num_hidden_layers"]
