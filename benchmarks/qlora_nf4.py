@@ -246,7 +246,8 @@ def main() -> int:
         if not given.dry_run:
             given.results.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=1) + "\n")
-        check_memory(rows)
+    for trains in given.trains:
+        check_memory([row for row in result["rows"] if row["trains"] == trains])
     return 0
 
 
