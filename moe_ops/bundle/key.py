@@ -6,6 +6,7 @@ that a bundle of another one would not be wrong, but would miss.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -65,7 +66,12 @@ def _driver() -> int:
     """The newest CUDA that the driver runs, such as 13000; 0 where there is none to ask."""
     if torch.version.cuda is None:
         return 0
-    return torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    version = ctypes.c_int()
+    try:  # torch has a function for it in some versions alone
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:  # not under this name
+        return 0
+    return version.value
 
 
 def _versions() -> dict[str, str]:

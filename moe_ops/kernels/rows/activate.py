@@ -50,6 +50,9 @@ from moe_ops.kernels.rows.operand import GROUP_SCALES, Operand
 from moe_ops.meta.workspace import cdiv, round_up
 
 WARP = 256  # columns that a warp takes at a time: 16 bytes a thread
+# Programs of a multiprocessor up to which each lets the next kernel start early. Of more, those
+# that have ended make room for the next kernel's, which wait where others could run.
+SIGNALLING = 32
 
 
 @triton.jit
@@ -343,6 +346,6 @@ def activate(
         tile=tile,
         SORTED=in_order,
         RAISES=raises,
-        PDL=gpu.pdl,
+        PDL=gpu.pdl and grid[0] * grid[1] <= SIGNALLING * gpu.multiprocessors,
     )
     return Launch(moe_ops_activate, grid, args, warps)
