@@ -7,6 +7,7 @@ import torch
 
 import moe_ops
 from moe_ops import Activation
+from moe_ops.planning import training as planning
 from tests.support import oracle
 from tests.support.cases import poisoned_memory
 
@@ -51,8 +52,13 @@ def expected(tensors, ids, biases, name):
 
 
 @named
-def test_values_and_gradients(name):
+@pytest.mark.parametrize("kernels", [False, True], ids=("plain", "kernels"))
+def test_values_and_gradients(name, kernels, monkeypatch):
+    """Of plain torch, and of the kernels for rows, interpreted."""
+    monkeypatch.setattr(planning, "INTERPRETED", kernels)
     tensors, ids, biases = arguments()
+    if kernels and name == "silu":
+        biases = {}
     exact = [t.double().requires_grad_() for t in (*tensors, *biases.values())]
     want = expected(exact[:4], ids, dict(zip(biases, exact[4:], strict=True)), name)
     act = Activation(name, **CASES[name])

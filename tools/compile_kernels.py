@@ -148,6 +148,7 @@ class TrainingCall:
     rank: int = 0
     global_rows: bool = False
     decoded: bool = False  # quantized experts are, a few at a time
+    by_expert: bool = False  # each expert has its own parameters of the activation
 
 
 @dataclass(frozen=True)
@@ -498,7 +499,10 @@ def compile_training(
     router = _empty(call.M, top_k, dtype=torch.float32)
     biases = [_empty(E, size, dtype=dtype) if call.bias else None for size in (N, K)]
     options = Options(activation, call.on_input, needs_grad=True)
-    step = ExpertsCall(x, *weights, router, ids, *biases, None, options)
+    numbers = _empty(3, E, dtype=torch.float32) if call.by_expert else None
+    step = ExpertsCall(
+        x, *weights, router, ids, *biases, None, options, activation_by_expert=numbers
+    )
 
     def multiply(rows: Tensor, weight: Tensor, _: Tensor, transpose: bool) -> Tensor:
         return rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])

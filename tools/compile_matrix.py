@@ -245,6 +245,7 @@ def _steps() -> Iterator[TrainingCall]:
             yield TrainingCall(SHAPES[name], 4096, activation)
     for activation in ("silu", "swigluoai", "relu2_no_mul"):
         yield TrainingCall(SHAPES["gptoss20"], 4096, activation, bias=True)
+    yield TrainingCall(SHAPES["qwen3"], 4096, "situ", by_expert=True)
     yield TrainingCall((16, 1, 5120, 8192), 4096, on_input=True)
     for name in ("qwen3", "gptoss20"):  # tiles divide the sizes of one alone
         for scheme in SCHEMES:

@@ -28,7 +28,7 @@ from moe_ops.autograd import decoded
 from moe_ops.autograd.adapters import Adapters
 from moe_ops.autograd.step import Adapter, Derived, Needs, Step
 from moe_ops.kernels import launch
-from moe_ops.kernels.activation import activated
+from moe_ops.kernels.activation import activated_by_expert
 from moe_ops.kernels.configs import block_bound
 from moe_ops.kernels.gemm import low_rank
 from moe_ops.kernels.launch import Launch, Lazy, run
@@ -66,8 +66,8 @@ class FusedStep(Step):
         self.S = self.x.shape[0] * self.top_k
         self.E, self.N, self.K = get_scheme(call.w13.scheme).logical_shape(*call.w13.data.shape)
         self.I = get_scheme(call.w2.scheme).logical_shape(*call.w2.data.shape)[2]
-        a = call.options.activation
-        self.activation = activated(a)
+        of = call.options.activation, call.activation_by_expert
+        self.activation = activated_by_expert(*of)
         how = frozen(call.w13.scheme) if call.w13.scheme else None
         self.rounding = None if how is None else how.rounding
         self.device = self.x.get_device()
@@ -259,6 +259,7 @@ class FusedStep(Step):
         w13, of = self.call.w13, self.activation
         rows, activate = self.inputs(), self.products.activate_into
         fused = of.GATED and not of.INTERLEAVED and activate is not None
+        fused = fused and self.call.activation_by_expert is None
         if w13.scheme:
             fused = fused and self.kept == rows.dtype and self.decodable(w13)
         else:

@@ -80,8 +80,6 @@ def why_not_kernels(
     unfrozen = frozen.why_not(*quantized) if quantized else None
     if unfrozen:
         return unfrozen
-    if call.activation_by_expert is not None:
-        return "its activation has parameters that differ by expert"
     if not x.shape[0]:
         return "it has no tokens"
     shapes = [scheme.logical_shape(*t.shape) for scheme, t in zip(schemes, (w13, w2), strict=True)]

@@ -239,10 +239,11 @@ def activated_columns(
     x_ptr, weight, first, I, alpha, beta, limit,  # noqa: E741
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, divisors_ptr=None, bias_ptr=None, ok=None,
+    e=None,
 ):  # fmt: skip
     """Columns from `first` on (BLOCK_I,) of the activation of a row of the first GEMM's output
     times a weight, plus a bias and divided by numbers of its columns if there are any, fp32;
-    anything from I on. With `ok` as `gate_and_up`.
+    anything from I on. With `ok` as `gate_and_up`, with `e` as `activate_two`.
     """
     if GATED:
         gate, up = gate_and_up(x_ptr, first, I, INTERLEAVED, BLOCK_I, ok)
@@ -253,7 +254,7 @@ def activated_columns(
         if divisors_ptr is not None:
             of_gate, of_up = gate_and_up(divisors_ptr, first, I, INTERLEAVED, BLOCK_I)
             gate, up = gate / of_gate, up / of_up
-        h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+        h = activate_two(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT, e)
     else:
         i = first + tl.arange(0, BLOCK_I)
         inside = i < I if ok is None else ok

@@ -62,11 +62,12 @@ class ExpertBias(NamedTuple):
     BLOCK_E: Constant
 
 
-def expert_bias(bias: Tensor | None) -> ExpertBias:
-    """The ExpertBias of a contiguous tensor (E, columns), or of None."""
-    if bias is None:
-        return ExpertBias(None, 0, 0)
-    return ExpertBias(bias, bias.shape[0], block_e(bias.shape[0]))
+def expert_bias(bias: Tensor | None, E: int = 0) -> ExpertBias:
+    """The ExpertBias of a contiguous tensor (E, columns), or of None. With E rows know their
+    expert of E also without one.
+    """
+    E = E if bias is None else bias.shape[0]
+    return ExpertBias(bias, E, block_e(E) if E else 0)
 
 
 class StridedRows(NamedTuple):

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.activation import Activated
-from moe_ops.kernels.device.activations import activated_columns
+from moe_ops.kernels.device.activations import BY_EXPERT, activated_columns
 from moe_ops.kernels.device.e4m3 import largest_magnitude
 from moe_ops.kernels.device.pdl import gdc_launch_dependents
 from moe_ops.kernels.launch import (
@@ -78,9 +78,11 @@ def activate_row(
 ):  # fmt: skip
     """Activate a tile of BLOCK columns of a row, of which `expert` may be None."""
     e = expert
+    HAS_LIMIT: tl.constexpr = act[6]
     if expert is None and (
         to.KNOWN == "experts" or bias_ptr is not None or divisors_ptr is not None
-    ):
+        or HAS_LIMIT == BY_EXPERT
+    ):  # fmt: skip
         e = expert_of(to, groups_ptr, row)
     if bias_ptr is not None:
         bias_ptr += e.to(tl.int64) * N
@@ -88,7 +90,7 @@ def activate_row(
         divisors_ptr += e.to(tl.int64) * N
     first = 0 if to.KIND == "row" else tile * BLOCK
     h = activated_columns(
-        x_ptr + row * N, weight, first, I, *act, BLOCK, divisors_ptr, bias_ptr
+        x_ptr + row * N, weight, first, I, *act, BLOCK, divisors_ptr, bias_ptr, None, e
     )  # fmt: skip
     i = first + tl.arange(0, BLOCK)
     if to.KIND != "":

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops import activations
 from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.device.activations import (
+    BY_EXPERT,
     derivatives_of_two,
     gate_and_up,
     one_and_derivative,
@@ -145,9 +147,11 @@ def moe_ops_train_derive(
         s = tl.load(weights_ptr + at).to(tl.float32)
     if to_factors_ptr is not None:
         tl.store(to_factors_ptr + row, s)
-    if bias_ptr is not None:
+    e = 0
+    if bias_ptr is not None or HAS_LIMIT == BY_EXPERT:
         e = expert_of_row(ends_of_experts(groups_ptr, bias_E, bias_BLOCK_E), row)
-        bias_ptr += e.to(tl.int64) * N
+    if bias_ptr is not None:
+        bias_ptr += tl.cast(e, tl.int64) * N
     x_ptr += row * N
     if to_dx_ptr is not None:
         to_dx_ptr += row * N
@@ -168,7 +172,7 @@ def moe_ops_train_derive(
             dh = next_dh.to(tl.float32)
             next_dh = tl.load(dh_ptr + following + lane, mask=following + lane < I, other=0.0)
         if GATED:
-            h, dg, du = derivatives_of_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT)
+            h, dg, du = derivatives_of_two(g, u, alpha, beta, limit, ACTIVATION, HAS_LIMIT, e)
         else:
             h, dg = one_and_derivative(g, ACTIVATION)
         if hidden_ptr is not None:
@@ -212,10 +216,11 @@ def derive(
     """
     S, N = x.shape
     columns, warps = columns_at_once(I)
+    by_expert = layout.groups.shape[0] if activation.HAS_LIMIT == activations.BY_EXPERT else 0
     args = Derive(
         to=to,
         x=x,
-        bias=expert_bias(bias),
+        bias=expert_bias(bias, by_expert),
         hidden=hidden,
         dh=dh,
         weights=router_weights(weights),
