@@ -21,6 +21,15 @@ SM90_MMA = "sm90_mma"  # one token
 SM90_PACKED = "sm90_packed"  # many rows an expert
 # number formats of weights that the kernels of `mixed_gemm` decode; sm80_mma.py and packed.py all
 LEVELS = tuple([one.name for one in ELEMENT_FORMATS.values() if one.levels])  # a table of 16
+# levels that are whole numbers of seven bits, of codes below 8 not above 0 and of others not below
+WHOLE_LEVELS = tuple(
+    [
+        name
+        for name in LEVELS
+        if all([int(x) == x < 128 for x in ELEMENT_FORMATS[name].levels[8:]])
+        and all([0 <= -x == -int(x) < 128 for x in ELEMENT_FORMATS[name].levels[:8]])
+    ]
+)
 DECODED = ("int4", "int5", "int6", "int8", "e2m1", "e3m2", "e2m3", "e4m3", *LEVELS)
 
 

@@ -2,9 +2,9 @@
 launch only.
 
 Weights are decoded to fp32 exactly, but for levels (levels.py), products are added in fp32, and
-each group's sum is scaled. Decoding and multiplying takes 2.1 instructions a weight for int4, 3.6
-for e2m1 and 4.7 for levels. Loads, x and
-scales add 0.9 to 1.9 if a thread has eight rows.
+each group's sum is scaled. Decoding and multiplying takes 2.1 instructions a weight for int4, 3.4
+for iq4, 3.6 for e2m1 and 4.7 for other levels. Loads, x and scales add 0.9 to 1.9 if a thread has
+eight rows.
 """
 
 import triton
@@ -23,7 +23,15 @@ from moe_ops.kernels.mixed_gemm.decode import (
     is_e2m1,
     runs_of,
 )
-from moe_ops.kernels.mixed_gemm.levels import is_level, level, level_unit, words_of_levels
+from moe_ops.kernels.mixed_gemm.levels import (
+    has_whole_levels,
+    is_level,
+    level,
+    level_unit,
+    quads_of_levels,
+    table_words,
+    words_of_levels,
+)
 
 # The bits of e2m1 and e4m3 are moved to fp32, whose exponent has another bias, which gives values
 # times 2^-126 and 2^-120. x is multiplied by a part of the correction, and the sum by the rest: so
@@ -134,10 +142,20 @@ def e4m3_product(w, x, acc, AT: tl.constexpr):
     return column_by_column(acc + bits.to(tl.float32, bitcast=True) * (x * TO_X)[None, :])
 
 
+@triton.constexpr_function
+def middle_of(FORMAT, TWO_GROUPS):
+    """What is subtracted from codes after their products are added, of int4 without zero points
+    and of whole levels; 0: nothing.
+    """
+    if FORMAT == "int4":
+        return 8
+    return 128 if has_whole_levels(FORMAT) and not (TWO_GROUPS or INTERPRET.value) else 0
+
+
 @triton.jit
-def word_products(w, x, acc, FORMAT: tl.constexpr):
+def word_products(w, x, acc, FORMAT: tl.constexpr, MIDDLE: tl.constexpr):
     """acc plus the products of the columns of words w (BLOCK_N, CHUNKS) with x (CHUNKS, columns of
-    a word).
+    a word), whose weights have MIDDLE (`middle_of`) more.
     """
     x0, x1, x2, x3, x4, x5, x6, x7 = split_columns(x, word_columns(FORMAT))
     if FORMAT == "int4":
@@ -150,6 +168,18 @@ def word_products(w, x, acc, FORMAT: tl.constexpr):
         acc = int4_product(w, x5, acc, 8)
         acc = int4_product(w, x6, acc, 12)
         return int4_product(w, x7, acc, 16)
+    elif is_level(FORMAT) and MIDDLE > 0:
+        first, second = quads_of_levels(w, FORMAT)
+        acc = int4_product(first, x0, acc, 0, 8)
+        acc = int4_product(first, x1, acc, 8, 8)
+        first = first >> 16
+        acc = int4_product(first, x2, acc, 0, 8)
+        acc = int4_product(first, x3, acc, 8, 8)
+        acc = int4_product(second, x4, acc, 0, 8)
+        acc = int4_product(second, x5, acc, 8, 8)
+        second = second >> 16
+        acc = int4_product(second, x6, acc, 0, 8)
+        return int4_product(second, x7, acc, 8, 8)
     elif is_level(FORMAT) and INTERPRET:
         acc += level(w & 15, FORMAT) * x0[None, :] + level(w >> 4 & 15, FORMAT) * x1[None, :]
         acc += level(w >> 8 & 15, FORMAT) * x2[None, :] + level(w >> 12 & 15, FORMAT) * x3[None, :]
@@ -158,7 +188,7 @@ def word_products(w, x, acc, FORMAT: tl.constexpr):
         acc += level(w >> 8 & 15, FORMAT) * x6[None, :] + level(w >> 12, FORMAT) * x7[None, :]
         return acc
     elif is_level(FORMAT):
-        w01, w23, w45, w67 = words_of_levels(w, FORMAT)
+        w01, w23, w45, w67 = words_of_levels(w, table_words(FORMAT))
         acc = two_products(w01, x0, x1, acc)
         acc = two_products(w23, x2, x3, acc)
         acc = two_products(w45, x4, x5, acc)
@@ -441,30 +471,31 @@ def even_chunk_products(
     CHUNKS: tl.constexpr = x0.shape[0]
     # a chunk has two groups
     TWO_GROUPS: tl.constexpr = SCALE_GROUP > 0 and 4 * word_columns(FORMAT) > SCALE_GROUP
+    MIDDLE: tl.constexpr = middle_of(FORMAT, TWO_GROUPS)
     w0, w1, w2, w3 = four_words(w, BLOCK_N, CHUNKS)
     part = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
-    part = word_products(w0, x0, part, FORMAT)
-    part = word_products(w1, x1, part, FORMAT)
+    part = word_products(w0, x0, part, FORMAT, MIDDLE)
+    part = word_products(w1, x1, part, FORMAT, MIDDLE)
     total = part
     if TWO_GROUPS:
-        total = scaled(part, first, FORMAT, SCALE)
+        total = scaled(part, first, FORMAT, SCALE, MIDDLE)
         part = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
-    part = word_products(w2, x2, part, FORMAT)
-    part = word_products(w3, x3, part, FORMAT)
-    if HAS_ZERO or FORMAT == "int4":
+    part = word_products(w2, x2, part, FORMAT, MIDDLE)
+    part = word_products(w3, x3, part, FORMAT, MIDDLE)
+    if HAS_ZERO or MIDDLE > 0:
         tl.static_assert(not TWO_GROUPS)
         sums = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), 1)
         sums += tl.sum(x2.to(tl.float32) + x3.to(tl.float32), 1)
         if SCALE == "minimum":
             if FORMAT == "int8":
                 part += 128.0 * sums[None, :]
-        elif FORMAT != "int4":
+        elif MIDDLE == 0:
             part -= zero.to(tl.int8, bitcast=True).to(tl.float32) * sums[None, :]
         elif HAS_ZERO:
             part -= zero.to(tl.float32) * (sums * (1 / INT4_REST))[None, :]
         else:
-            part -= (sums * (8 / INT4_REST))[None, :]
-    part = scaled(part, second, FORMAT, SCALE)
+            part -= (sums * (MIDDLE / INT4_REST))[None, :]
+    part = scaled(part, second, FORMAT, SCALE, MIDDLE)
     if SCALE == "minimum":
         part += zero.to(tl.float32) * sums[None, :]
     if TWO_GROUPS:
@@ -473,14 +504,14 @@ def even_chunk_products(
 
 
 @triton.jit
-def scaled(part, scale, FORMAT: tl.constexpr, SCALE: tl.constexpr):
+def scaled(part, scale, FORMAT: tl.constexpr, SCALE: tl.constexpr, MIDDLE: tl.constexpr):
     """Sums of products times their scale, with the correction of the exponent bias."""
     if is_e2m1(FORMAT):
         part *= E2M1_REST
     elif FORMAT == "e4m3":
         part *= E4M3_REST
+    elif is_level(FORMAT) and not INTERPRET:
+        part *= level_unit(FORMAT) * (INT4_REST if MIDDLE > 0 else 1.0)
     elif FORMAT == "int4":
         part *= INT4_REST
-    elif is_level(FORMAT) and not INTERPRET:
-        part *= level_unit(FORMAT)
     return part * group_scale(scale, SCALE)

@@ -3,7 +3,8 @@
 
 In assembly a code is looked up by `prmt`, which finds 4 of 8 bytes at a time: the low and the high
 bytes of the levels in bf16, of codes below 8 and of the others, among which the highest bits of
-the codes then choose. A code takes 2.7 instructions, whatever the table.
+the codes then choose. A code takes 2.7 instructions, whatever the table. Whole levels of seven
+bits and a sign (iq4) are looked up as one byte (`look_up_bytes`), by 1.8 instructions.
 
 bf16 holds the levels of few tables. It is nearest to those of nf4, and holds those of fp4 and iq4,
 in a unit of the table (`level_unit`): levels are looked up in units, and finished sums multiplied
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.configs import LEVELS
+from moe_ops.kernels.configs import LEVELS, WHOLE_LEVELS
 from moe_ops.schemes import ELEMENT_FORMATS
 
 # In which order `look_up` writes the levels of a word's columns, two in 32 bits: neighbours; even
@@ -58,8 +59,9 @@ def table_of(levels: tuple[float, ...]) -> LevelTable:
     return LevelTable(levels, unit, tuple([to_bf16(x / unit) for x in levels]))
 
 
-# a constant, so that compiled kernels are those of these tables
+# constants, so that compiled kernels are those of these tables
 TABLES = tl.constexpr({name: table_of(ELEMENT_FORMATS[name].levels) for name in LEVELS})
+WHOLE = tl.constexpr(WHOLE_LEVELS)
 
 
 @triton.constexpr_function
@@ -75,6 +77,12 @@ def level_unit(FORMAT):
 
 
 @triton.constexpr_function
+def has_whole_levels(FORMAT):
+    """Whether levels are looked up as bytes."""
+    return FORMAT in WHOLE.value
+
+
+@triton.constexpr_function
 def level_of(FORMAT, code):
     """The level of a code."""
     return float(TABLES.value[FORMAT].levels[code])
@@ -87,6 +95,13 @@ def table_word(FORMAT, i):
     """
     bits = TABLES.value[FORMAT].bits
     word = [bits[i % 4 * 4 + j] >> i // 4 * 8 & 255 for j in range(4)]
+    return int.from_bytes(bytes(word), "little", signed=True)
+
+
+@triton.constexpr_function
+def byte_word(FORMAT, i):
+    """Magnitudes of whole levels of four codes from 4 i on, as a number of 32 bits with sign."""
+    word = [int(abs(x)) for x in TABLES.value[FORMAT].levels[4 * i : 4 * i + 4]]
     return int.from_bytes(bytes(word), "little", signed=True)
 
 
@@ -121,6 +136,18 @@ def table_words(FORMAT: tl.constexpr):
     )
 
 
+@triton.jit
+def byte_words(FORMAT: tl.constexpr):
+    """The four words of a table of whole levels."""
+    zero = unknown_zero()
+    return (
+        zero + byte_word(FORMAT, 0),
+        zero + byte_word(FORMAT, 1),
+        zero + byte_word(FORMAT, 2),
+        zero + byte_word(FORMAT, 3),
+    )
+
+
 @triton.constexpr_function
 def look_up(order, pack):
     """Assembly that looks up the eight codes of $4 and writes four words of levels to $0 to $3.
@@ -150,9 +177,41 @@ def look_up(order, pack):
 
 
 @triton.constexpr_function
-def registers(pack):
-    """The constraints of `look_up`."""
-    return ",".join(["=&r"] * 4 + ["r"] * (1 + 8 * pack))
+def look_up_bytes(order, pack):
+    """As `look_up` of whole levels: words of two numbers 128 + level, each in the low byte of a
+    half. As bf16, such a number is that multiple of 2^-133. With order None, $0 and $1 are words
+    of four such bytes, the codes are in $2, and the words of the table follow.
+
+    Where the highest bit of a selector is set, `prmt` replicates the highest bit of a byte, which
+    is 0 in tables of magnitudes. So codes find a magnitude below code 8 or 0, and codes with their
+    highest bits inverted one above or 0: their difference is the level. A code takes 1.5
+    instructions on the pipe of `prmt`, the slowest of them.
+    """
+    codes = 2 if order is None else 4
+    t = [f"${codes + 1 + pack * i}" for i in range(4)]
+    text = [".reg .b32 e, n, h, m, r, a"]
+    exchange = order == EXCHANGED.value
+    text.append(f"prmt.b32 e, ${codes}, 0, 0x3120" if exchange else f"mov.b32 e, ${codes}")
+    text.append("xor.b32 n, e, 0x88888888; shr.u32 h, e, 16; shr.u32 m, n, 16")
+    for half in range(2):
+        c, d = ("h", "m") if half else ("e", "n")
+        text.append(f"prmt.b32 a, {t[0]}, {t[1]}, {c}; prmt.b32 r, {t[2]}, {t[3]}, {d}")
+        text.append("sub.u32 r, r, a; add.u32 r, r, 0x80808080")
+        if order is None:
+            text.append(f"mov.b32 ${half}, r")
+        elif order == NEIGHBOURS.value:
+            text.append(f"prmt.b32 ${2 * half}, r, 0, 0x4140")
+            text.append(f"prmt.b32 ${2 * half + 1}, r, 0, 0x4342")
+        else:  # the even ones by a multiplication, which another pipe does
+            text.append(f"prmt.b32 ${half + 2}, r, 0, 0x4341")
+            text.append(f"mad.lo.u32 ${half}, ${half + 2}, 0xffffff00, r")
+    return "{\n" + ";\n".join(text) + ";\n}"
+
+
+@triton.constexpr_function
+def registers(pack, words=8, outputs=4):
+    """The constraints of `look_up`, or with four words of a table of `look_up_bytes`."""
+    return ",".join(["=&r"] * outputs + ["r"] * (1 + words * pack))
 
 
 @triton.jit
@@ -176,46 +235,57 @@ def level(code, FORMAT: tl.constexpr):
 @triton.jit
 def level_pair(p, FORMAT: tl.constexpr, ORDER: tl.constexpr):
     """(even columns, odd columns) of bytes in bf16, in units."""
-    ASSEMBLY: tl.constexpr = look_up(ORDER, 4)
-    REGISTERS: tl.constexpr = registers(4)
-    t0, t1, t2, t3, t4, t5, t6, t7 = table_words(FORMAT)
+    TEXT: tl.constexpr = look_up(ORDER, 4)
+    OPERANDS: tl.constexpr = registers(4)
+    inputs = (p,) + table_words(FORMAT)
     return tl.inline_asm_elementwise(
-        ASSEMBLY,
-        REGISTERS,
-        [p, t0, t1, t2, t3, t4, t5, t6, t7],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
+        TEXT, OPERANDS, inputs, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def level_bytes(p, FORMAT: tl.constexpr, ORDER: tl.constexpr):
+    """As `level_pair` of whole levels: 128 + level, times 2^-133."""
+    TEXT: tl.constexpr = look_up_bytes(ORDER, 4)
+    OPERANDS: tl.constexpr = registers(4, 4)
+    inputs = (p,) + byte_words(FORMAT)
+    return tl.inline_asm_elementwise(
+        TEXT, OPERANDS, inputs, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
     )
 
 
 @triton.jit
 def level_words(p, FORMAT: tl.constexpr):
     """The two columns of each byte in the halves of 32 bits, in bf16, in units."""
-    ASSEMBLY: tl.constexpr = look_up(NEIGHBOURS, 4)
-    REGISTERS: tl.constexpr = registers(4)
-    t0, t1, t2, t3, t4, t5, t6, t7 = table_words(FORMAT)
+    TEXT: tl.constexpr = look_up(NEIGHBOURS, 4)
+    OPERANDS: tl.constexpr = registers(4)
+    inputs = (p,) + table_words(FORMAT)
+    return tl.inline_asm_elementwise(TEXT, OPERANDS, inputs, tl.int32, is_pure=True, pack=4)
+
+
+@triton.jit
+def words_of_levels(words, tables, WHOLE: tl.constexpr = False, PURE: tl.constexpr = True):
+    """Of words of eight columns four words of two neighbours, in bf16, in units; with WHOLE as
+    `level_bytes` has them. `tables`: from `table_words` or `byte_words`.
+    """
+    TEXT: tl.constexpr = look_up_bytes(NEIGHBOURS, 1) if WHOLE else look_up(NEIGHBOURS, 1)
+    OPERANDS: tl.constexpr = registers(1, 4 if WHOLE else 8)
     return tl.inline_asm_elementwise(
-        ASSEMBLY,
-        REGISTERS,
-        [p, t0, t1, t2, t3, t4, t5, t6, t7],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=4,
+        TEXT,
+        OPERANDS,
+        (words,) + tables,
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=PURE,
+        pack=1,
     )
 
 
 @triton.jit
-def words_of_levels(words, FORMAT: tl.constexpr):
-    """Of words of eight columns four words of two neighbours, in bf16, in units."""
-    ASSEMBLY: tl.constexpr = look_up(NEIGHBOURS, 1)
-    REGISTERS: tl.constexpr = registers(1)
-    t0, t1, t2, t3, t4, t5, t6, t7 = table_words(FORMAT)
+def quads_of_levels(words, FORMAT: tl.constexpr):
+    """Of words of eight columns two words of four bytes, 128 + level each, of whole levels."""
+    TEXT: tl.constexpr = look_up_bytes(None, 1)
+    OPERANDS: tl.constexpr = registers(1, 4, 2)
+    inputs = (words,) + byte_words(FORMAT)
     return tl.inline_asm_elementwise(
-        ASSEMBLY,
-        REGISTERS,
-        [words, t0, t1, t2, t3, t4, t5, t6, t7],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
+        TEXT, OPERANDS, inputs, (tl.uint32, tl.uint32), is_pure=True, pack=1
     )

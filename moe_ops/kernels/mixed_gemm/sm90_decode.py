@@ -17,7 +17,13 @@ instead of 17.
 from moe_ops.kernels.device.gluon import gl, gluon
 from moe_ops.kernels.device.permutation import log2
 from moe_ops.kernels.mixed_gemm.decode import in_pairs, is_e2m1, scale_above, scale_bf16x2
-from moe_ops.kernels.mixed_gemm.levels import EXCHANGED, is_level, level_pair
+from moe_ops.kernels.mixed_gemm.levels import (
+    EXCHANGED,
+    has_whole_levels,
+    is_level,
+    level_bytes,
+    level_pair,
+)
 from moe_ops.meta.scales import rows_side_by_side
 
 # decode_int4 gives the difference of a code and its zero point, times INT4_ONE.
@@ -182,38 +188,6 @@ def decode_int4(codes, low, high, offset):
         }""",
         "=r,=r,=r,=r,r,r,r,r,r,r,r",
         [codes, low, high, offset],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def decode_int4_minimum(codes, s, near, far):
-    """(even columns, odd columns) in bf16: nibbles times a scale plus a minimum, as
-    `decode.int4_pair_minimum` has them.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 q, o, u, l, h, a, b;
-        mov.b32 o, 0x45000000; mov.b32 u, 0x43000000;
-        shl.b32 q, $4, 12;
-        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
-        fma.rn.f32 l, l, $5, $13; fma.rn.f32 h, h, $5, $9;
-        shr.u32 q, $4, 4;
-        lop3.b32 a, q, 0x0000f000, o, 0xea; lop3.b32 b, q, 0x000f0000, u, 0xea;
-        fma.rn.f32 a, a, $6, $14; fma.rn.f32 b, b, $6, $10;
-        cvt.rn.bf16x2.f32 $0, a, l; cvt.rn.bf16x2.f32 $2, b, h;
-        shl.b32 q, $4, 4;
-        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
-        fma.rn.f32 l, l, $7, $15; fma.rn.f32 h, h, $7, $11;
-        shr.u32 q, $4, 12;
-        lop3.b32 a, q, 0x0000f000, o, 0xea; lop3.b32 b, q, 0x000f0000, u, 0xea;
-        fma.rn.f32 a, a, $8, $16; fma.rn.f32 b, b, $8, $12;
-        cvt.rn.bf16x2.f32 $1, a, l; cvt.rn.bf16x2.f32 $3, b, h;
-        }""",
-        "=&r,=&r,=&r,=&r,r,f,f,f,f,f,f,f,f,f,f,f,f",
-        [codes, s, near, far],
         dtype=(gl.bfloat16, gl.bfloat16),
         is_pure=True,
         pack=4,
@@ -434,6 +408,51 @@ def constant(like, BITS: gl.constexpr):
 
 
 @gluon.jit
+def over_group(x, SHAPE: gl.constexpr):
+    """bf16 (BLOCK_N, GROUPS, bytes of a group) of one number for each group."""
+    return gl.expand_dims(x.to(gl.bfloat16), 2).broadcast_to(SHAPE)
+
+
+@gluon.jit
+def decode_int4_weights(codes, s, zero, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr):
+    """`decode_weights` of int4. Scales of more bits than bf16 are rounded, and a minimum beside
+    them is that of codes less 8, which is small, so that its rounding is, too.
+    """
+    SHAPE: gl.constexpr = codes.shape
+    # Constants are fp32, which the compiler narrows, or given by their bits: Triton 3.6 keeps six
+    # decimals of bf16 constants.
+    if SCALE == "e4m3":
+        s = scale_above(s)
+        low = over_group(s * constant(s, INT4_LOW_ABOVE_BITS), SHAPE)
+        high = over_group(s * constant(s, INT4_HIGH_ABOVE_BITS), SHAPE)
+        offset = over_group(s * constant(s, INT4_OFFSET_ABOVE_BITS), SHAPE)
+        return decode_int4_e4m3(codes, low, high, offset)
+    MINIMUM: gl.constexpr = SCALE == "minimum"
+    AT_ONCE: gl.constexpr = s.dtype == gl.bfloat16 if MINIMUM else not HAS_ZERO
+    wide = s.to(gl.float32)
+    if AT_ONCE and (MINIMUM or SCALE == "weight"):
+        low, high = over_group(wide * INT4_LOW, SHAPE), over_group(wide * INT4_HIGH, SHAPE)
+        offset = zero.to(gl.float32) * INT4_ONE if MINIMUM else wide * (-8 * INT4_ONE)
+        return decode_int4(codes, low, high, over_group(offset, SHAPE))
+    one = gl.full(s.shape, 0, gl.int16, s.type.layout)
+    low = over_group(constant(one, INT4_LOW_BITS), SHAPE)
+    high = over_group(constant(one, INT4_HIGH_BITS), SHAPE)
+    offset = over_group(constant(one, INT4_OFFSET_BITS), SHAPE)
+    if HAS_ZERO and not MINIMUM:
+        offset = over_group(zero.to(gl.float32) * -INT4_ONE, SHAPE)
+    w0, w1 = decode_int4(codes, low, high, offset)
+    if MINIMUM:
+        middle = over_group((zero.to(gl.float32) + 8.0 * wide) * INT4_ONE, SHAPE)
+        s = over_group(s, SHAPE)
+        w0, w1 = gl.fma(w0, s, middle), gl.fma(w1, s, middle)
+    elif SCALE == "weight":
+        s = over_group(s, SHAPE)
+        w0 *= s
+        w1 *= s
+    return w0, w1
+
+
+@gluon.jit
 def decode_weights(
     codes,  # (BLOCK_N, CHUNK_BYTES) uint8, rows in the accumulator's order
     s,  # scales (BLOCK_N, GROUPS), or two in each element
@@ -445,92 +464,48 @@ def decode_weights(
     HAS_ZERO: gl.constexpr,
 ):
     """(even columns, odd columns) of a chunk in bf16, each (BLOCK_N, CHUNK_BYTES), times their
-    scales if SCALE says that weights are scaled.
+    scales if SCALE says that weights are scaled, which are rounded to bf16.
 
     For 8-bit formats both are all columns. e2m1 is multiplied by 2^-32 or 2^-8 (`scale_bf16x2`),
-    int4 without a minimum by 2^-64, and levels are in units of their table. int4 weights with e4m3
-    scales are rounded to e4m3 (`scale_above`). Scales of levels may have more bits than bf16: each
-    is the sum of two numbers of bf16, so that one fma rounds the product as fp32 would, but for
-    ties.
+    int4 and whole levels by 2^-64, and levels are in units of their table. int4 weights with e4m3
+    scales are rounded to e4m3 (`scale_above`).
     """
     BLOCK_N: gl.constexpr = codes.shape[0]
     CHUNK_BYTES: gl.constexpr = codes.shape[1]
-    GROUP_BYTES: gl.constexpr = CHUNK_BYTES // GROUPS
+    SHAPE: gl.constexpr = (BLOCK_N, GROUPS, CHUNK_BYTES // GROUPS)
     LAYOUT: gl.constexpr = grouped_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GROUPS)
-    codes = codes.reshape((BLOCK_N, GROUPS, GROUP_BYTES))
-    codes = gl.convert_layout(codes, LAYOUT, assert_trivial=True)
+    codes = gl.convert_layout(codes.reshape(SHAPE), LAYOUT, assert_trivial=True)
     s = split_scales(s, SCALE)
     s = gl.convert_layout(s, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
     if HAS_ZERO:
         zero = gl.convert_layout(zero, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
     if is_e2m1(FORMAT):
         s = scale_bf16x2(s, SCALE).to(gl.int16).to(gl.bfloat16, bitcast=True)
-        s = gl.expand_dims(s, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
         if FORMAT == "e2m1_words":
-            w0, w1 = decode_e2m1_words(codes, s)
+            w0, w1 = decode_e2m1_words(codes, over_group(s, SHAPE))
         else:
-            w0, w1 = decode_e2m1(codes, s)
+            w0, w1 = decode_e2m1(codes, over_group(s, SHAPE))
     elif is_level(FORMAT):
-        w0, w1 = level_pair(codes, FORMAT, EXCHANGED)
         gl.static_assert(SCALE == "weight")
-        SHAPE: gl.constexpr = (BLOCK_N, GROUPS, GROUP_BYTES)
-        wide = gl.expand_dims(s, 2)
-        high = wide.to(gl.bfloat16)
-        if s.dtype == gl.bfloat16:
-            w0 *= high.broadcast_to(SHAPE)
-            w1 *= high.broadcast_to(SHAPE)
+        if has_whole_levels(FORMAT):
+            w0, w1 = level_bytes(codes, FORMAT, EXCHANGED)
+            wide = s.to(gl.float32)
+            factor = over_group(wide * INT4_LOW, SHAPE)
+            offset = over_group(wide * (-128.0 * INT4_ONE), SHAPE)
+            w0, w1 = gl.fma(w0, factor, offset), gl.fma(w1, factor, offset)
         else:
-            low = (wide.to(gl.float32) - high.to(gl.float32)).to(gl.bfloat16)
-            low = low.broadcast_to(SHAPE)
-            high = high.broadcast_to(SHAPE)
-            w0 = gl.fma(w0, high, w0 * low)
-            w1 = gl.fma(w1, high, w1 * low)
+            w0, w1 = level_pair(codes, FORMAT, EXCHANGED)
+            s = over_group(s, SHAPE)
+            w0 *= s
+            w1 *= s
     elif FORMAT == "e4m3":
         w0 = decode_e4m3(codes)
         w1 = w0
     elif FORMAT == "int8":
         w0 = decode_int8(codes)
         if HAS_ZERO:  # at most 255, which bf16 holds
-            zero = zero.to(gl.int8, bitcast=True).to(gl.bfloat16)
-            w0 -= gl.expand_dims(zero, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
+            w0 -= over_group(zero.to(gl.int8, bitcast=True), SHAPE)
         w1 = w0
-    elif SCALE == "minimum":
-        s, zero = s.to(gl.float32), zero.to(gl.float32)
-        near, far = zero - 128.0 * s, zero - 2048.0 * s
-        w0, w1 = decode_int4_minimum(
-            codes,
-            gl.expand_dims(s, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES)),
-            gl.expand_dims(near, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES)),
-            gl.expand_dims(far, 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES)),
-        )
     else:
-        # Constants are fp32, which the compiler narrows, or given by their bits: Triton 3.6 keeps
-        # six decimals of bf16 constants.
-        if SCALE == "e4m3":
-            s = gl.expand_dims(scale_above(s), 2)
-            low = s * constant(s, INT4_LOW_ABOVE_BITS)
-            high = s * constant(s, INT4_HIGH_ABOVE_BITS)
-            offset = s * constant(s, INT4_OFFSET_ABOVE_BITS)
-        elif SCALE == "weight" and not HAS_ZERO:
-            s = gl.expand_dims(s.to(gl.float32), 2)
-            low, high = (s * INT4_LOW).to(gl.bfloat16), (s * INT4_HIGH).to(gl.bfloat16)
-            offset = (s * (-8 * INT4_ONE)).to(gl.bfloat16)
-        else:
-            one = gl.full((BLOCK_N, GROUPS, 1), 0, gl.int16, LAYOUT)
-            low, high = constant(one, INT4_LOW_BITS), constant(one, INT4_HIGH_BITS)
-            if HAS_ZERO:
-                offset = (gl.expand_dims(zero.to(gl.float32), 2) * -INT4_ONE).to(gl.bfloat16)
-            else:
-                offset = constant(one, INT4_OFFSET_BITS)
-        low = low.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
-        high = high.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
-        offset = offset.broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
-        if SCALE == "e4m3":
-            w0, w1 = decode_int4_e4m3(codes, low, high, offset)
-        else:
-            w0, w1 = decode_int4(codes, low, high, offset)
-        if SCALE == "weight" and HAS_ZERO:
-            s = gl.expand_dims(s.to(gl.bfloat16), 2).broadcast_to((BLOCK_N, GROUPS, GROUP_BYTES))
-            w0 *= s
-            w1 *= s
+        w0, w1 = decode_int4_weights(codes, s, zero, SCALE, HAS_ZERO)
     return w0.reshape((BLOCK_N, CHUNK_BYTES)), w1.reshape((BLOCK_N, CHUNK_BYTES))

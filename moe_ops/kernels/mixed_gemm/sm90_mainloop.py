@@ -6,8 +6,10 @@ memory: each weight is decoded once for all tokens of a block. A producer warp f
 of NUM_STAGES slots by TMA. Consumer warps decode and multiply. Both synchronize through the slots'
 mbarriers alone. (If a consumer thread issued the copies, the compiler would put a fence of all
 memory accesses into each K tile, which waits for the scales just prefetched.) Depending on the
-tile, and with everything included, this takes 1.7 to 2.0 instructions a weight for int4, 2.3 to
-2.7 with zero points if weights are scaled, 2.8 to 3.1 for e2m1, and 2.0 to 2.5 for prepared e2m1.
+tile, and with everything included, this takes 1.7 to 2.0 instructions a weight for int4, also with
+minima of bf16, 2.3 to 2.7 with zero points if weights are scaled, 2.6 to 2.9 with scales and
+minima in two levels, 2.8 to 3.1 for e2m1, 2.0 to 2.5 for prepared e2m1, 2.8 to 3.4 for iq4, and
+3.8 to 4.2 for other levels.
 
 FORMAT and SCALE as in sm80_mma.py; K_CHUNK and the accumulator's order of rows and columns as in
 sm90_decode.py.
@@ -25,7 +27,7 @@ from moe_ops.kernels.device.gluon import (
 )
 from moe_ops.kernels.device.pdl import gdc_wait
 from moe_ops.kernels.mixed_gemm.decode import SUPER, factors_above, half, is_e2m1
-from moe_ops.kernels.mixed_gemm.levels import is_level, level_unit
+from moe_ops.kernels.mixed_gemm.levels import has_whole_levels, is_level, level_unit
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
     decode_products,
     decode_weights,
@@ -102,8 +104,8 @@ def unshifted(acc, FORMAT: gl.constexpr, SCALE: gl.constexpr):
     if is_e2m1(FORMAT):
         acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
     elif is_level(FORMAT):
-        acc *= level_unit(FORMAT)
-    elif FORMAT == "int4" and SCALE != "minimum":
+        acc *= level_unit(FORMAT) * (INT4_SHIFT if has_whole_levels(FORMAT) else 1.0)
+    elif FORMAT == "int4":
         acc *= INT4_SHIFT
     return acc
 
@@ -112,6 +114,12 @@ def unshifted(acc, FORMAT: gl.constexpr, SCALE: gl.constexpr):
 def in_two_levels(scale_ptr):
     """Whether scales are codes under factors."""
     return scale_ptr is not None and scale_ptr.dtype.element_ty == gl.int8
+
+
+@gluon.constexpr_function
+def chunks_of_factor(BLOCK_K, K_CHUNK):
+    """Chunks for which a factor is loaded: all of its own where K tiles have whole ones, or 1."""
+    return SUPER.value // K_CHUNK if BLOCK_K % SUPER.value == 0 else 1
 
 
 @gluon.jit
@@ -634,8 +642,9 @@ def prefetch_first(
         )
     factor, next_factor = scale, next_scale
     if TWO_LEVELS:
+        ahead: gl.constexpr = chunks_of_factor(BLOCK_K, K_CHUNK)
         factor = prefetch_scale(factor_ptrs + group_index(chunk, K, K_CHUNK, SUPER))
-        next_factor = prefetch_scale(factor_ptrs + group_index(chunk + 1, K, K_CHUNK, SUPER))
+        next_factor = prefetch_scale(factor_ptrs + group_index(chunk + ahead, K, K_CHUNK, SUPER))
     return scale, next_scale, zero, next_zero, factor, next_factor
 
 
@@ -669,6 +678,7 @@ def consume(
     ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # rows decoded at a time
     CHUNKS: gl.constexpr = BLOCK_K // K_CHUNK
     GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)
+    FACTOR_CHUNKS: gl.constexpr = chunks_of_factor(BLOCK_K, K_CHUNK)
     # Each group's finished sums are scaled and added to the total.
     PROMOTE: gl.constexpr = SCALE == "sum" or SCALE == "block" or FORMAT == "int4_e4m3"
     gl.static_assert(not STREAM or (OVERLAP and ROWS < BLOCK_N and not PROMOTE))
@@ -800,10 +810,10 @@ def consume(
                     next_scale = prefetch_scale(
                         scale_ptrs + group_index(chunk, K, K_CHUNK, S_COLUMNS) * scale_stride_g
                     )
-                factor = next_factor
-                if TWO_LEVELS:
+                if TWO_LEVELS and (j + 1) % FACTOR_CHUNKS == 0:
+                    factor = next_factor
                     next_factor = prefetch_scale(
-                        factor_ptrs + group_index(chunk, K, K_CHUNK, SUPER)
+                        factor_ptrs + group_index(chunk - 1 + FACTOR_CHUNKS, K, K_CHUNK, SUPER)
                     )
                 if HAS_ZERO:
                     next_zero = prefetch_scale(

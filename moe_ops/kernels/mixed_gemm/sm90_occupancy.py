@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from moe_ops.kernels.configs import LEVELS, GemmConfig
+from moe_ops.kernels.configs import LEVELS, WHOLE_LEVELS, GemmConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm.operands import Format
 from moe_ops.meta.workspace import cdiv
@@ -129,8 +129,10 @@ def _min_registers(kernel: WgmmaKernel, overlap: bool) -> int:
         registers = 64
     else:
         registers = 72 if of.scale == "e8m0" or (of.bits == 4 and block_m == 8) else 80
-    registers += accumulators + 8 * kernel.has_zero + 8 * (kernel.more > 0)
-    registers += 8 * (of.name in LEVELS)  # a table
+    registers += accumulators + 8 * (kernel.more > 0)
+    # int4 with a minimum and scales in one level takes no more
+    registers += 8 * (kernel.has_zero and (of.scale != "minimum" or of.two_levels))
+    registers += 8 * (of.name in LEVELS and of.name not in WHOLE_LEVELS)  # a table of 8 words
     whole = block_n == 16 * num_warps
     if not whole and not of.scales_weights:
         registers += accumulators // 2  # sums of a group, for half of the rows

@@ -69,13 +69,13 @@ from moe_ops.kernels.mixed_gemm.decode import (
     spread,
 )
 from moe_ops.kernels.mixed_gemm.levels import (
-    NEIGHBOURS,
+    byte_words,
+    has_whole_levels,
     is_level,
     level_unit,
-    look_up,
-    registers,
     table_words,
     unknown_zero,
+    words_of_levels,
 )
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
@@ -102,6 +102,8 @@ NUM_STAGES = 3  # of x
 W_BUFFERS = gl.constexpr(3)  # of decoded weights
 TWO_TO_119 = gl.constexpr(0x7B007B00)  # in bf16, twice
 MINUS_192 = gl.constexpr(-0x3CBF3CC0)
+# of whole levels: 2^69 and -128 * 2^-64 in bf16, twice
+BYTE_FACTORS, MINUS_128 = gl.constexpr(0x62006200), gl.constexpr(-0x5CFF5D00)
 E4M3_SCALE = gl.constexpr(2.0**56)  # with the 2^-120 of e4m3_pairs, 1 / INT4_SHIFT
 NOTHING = Activated(0.0, 0.0, 0.0, "", False, False, False)
 
@@ -259,36 +261,6 @@ def int4_pairs(words, factors, offsets):
 
 
 @gluon.jit
-def int4_pairs_minimum(words, s, near, far):
-    """As int4_pairs, of nibbles times a scale plus a minimum, as `decode.int4_pair_minimum` has
-    them.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 q, o, u, l, h;
-        mov.b32 o, 0x45000000; mov.b32 u, 0x43000000;
-        shl.b32 q, $4, 12;
-        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
-        fma.rn.f32 l, l, $5, $7; fma.rn.f32 h, h, $5, $6; cvt.rn.bf16x2.f32 $0, h, l;
-        shl.b32 q, $4, 4;
-        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
-        fma.rn.f32 l, l, $5, $7; fma.rn.f32 h, h, $5, $6; cvt.rn.bf16x2.f32 $1, h, l;
-        shr.u32 q, $4, 4;
-        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
-        fma.rn.f32 l, l, $5, $7; fma.rn.f32 h, h, $5, $6; cvt.rn.bf16x2.f32 $2, h, l;
-        shr.u32 q, $4, 12;
-        lop3.b32 l, q, 0x0000f000, o, 0xea; lop3.b32 h, q, 0x000f0000, u, 0xea;
-        fma.rn.f32 l, l, $5, $7; fma.rn.f32 h, h, $5, $6; cvt.rn.bf16x2.f32 $3, h, l;
-        }""",
-        "=&r,=&r,=&r,=&r,r,f,f,f",
-        [words, s, near, far],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def int8_pairs(words):
     """Four columns in 32 bits: columns 0 and 1, 2 and 3 in the halves of 32 bits each, in bf16 and
     smaller by INT4_SHIFT. As bf16, an integer of 8 bits is that multiple of 2^-133; here it is the
@@ -367,31 +339,6 @@ def e2m1_pairs(words, s, offsets, tables):
 
 
 @gluon.jit
-def level_pairs(words, tables):
-    """As int4_pairs of levels of a table, in units of it (levels.py), not scaled."""
-    ASSEMBLY: gl.constexpr = look_up(NEIGHBOURS, 1)
-    REGISTERS: gl.constexpr = registers(1)
-    return gl.inline_asm_elementwise(
-        ASSEMBLY,
-        REGISTERS,
-        [
-            words,
-            tables[0],
-            tables[1],
-            tables[2],
-            tables[3],
-            tables[4],
-            tables[5],
-            tables[6],
-            tables[7],
-        ],  # fmt: skip
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def e2m1_scales(s, SCALE: gl.constexpr):
     """(scale, -192 scales) in both halves of 32 bits each: e8m0 codes, of which those above 2^120
     overflow, or half of e4m3 codes.
@@ -410,8 +357,8 @@ def shift(FORMAT, SCALE):
     if FORMAT == "e2m1":
         return 0.5 if SCALE == "e8m0" else 1.0
     if is_level(FORMAT):
-        return level_unit(FORMAT)
-    return 1.0 if SCALE == "minimum" else INT4_SHIFT.value
+        return level_unit(FORMAT) * (INT4_SHIFT.value if has_whole_levels(FORMAT) else 1.0)
+    return 1.0 if high_bits(FORMAT) > 0 else INT4_SHIFT.value
 
 
 @gluon.jit
@@ -450,7 +397,8 @@ def decode(
         high = wide.to(gl.bfloat16)
         low = spread(both(wide - high.to(gl.float32)), BLOCK_N, GROUPS, EACH)
         high = spread(both(high), BLOCK_N, GROUPS, EACH)
-        pairs = gl.join(scaled(w0, high, low), scaled(w1, high, low))
+        nothing = low * 0 + MINUS_ZERO
+        pairs = gl.join(scaled(w0, high, low, nothing), scaled(w1, high, low, nothing))
     elif high_bits(FORMAT) > 0:
         if HAS_ZERO:
             wide, least = s.to(gl.float32), zero.to(gl.float32)
@@ -463,40 +411,50 @@ def decode(
             )
         else:
             w0, w1, w2, w3 = plane_pairs(words, high, FORMAT)
-            w0, w1, w2, w3 = four_scaled(w0, w1, w2, w3, s, BLOCK_N, GROUPS, EACH)
+            w0, w1, w2, w3 = four_scaled(w0, w1, w2, w3, s, None, BLOCK_N, GROUPS, EACH)
         pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     elif FORMAT == "e2m1":
         factors, offsets = e2m1_scales(s, SCALE)
         factors = spread(factors, BLOCK_N, GROUPS, EACH)
         w0, w1, w2, w3 = e2m1_pairs(words, factors, spread(offsets, BLOCK_N, GROUPS, EACH), tables)
         pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
-    elif is_level(FORMAT):
-        w0, w1, w2, w3 = level_pairs(words, tables)
-        w0, w1, w2, w3 = four_scaled(w0, w1, w2, w3, s, BLOCK_N, GROUPS, EACH)
-        pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
-    elif SCALE == "minimum":
-        wide, least = s.to(gl.float32), zero.to(gl.float32)
-        w0, w1, w2, w3 = int4_pairs_minimum(
-            words,
-            spread(wide, BLOCK_N, GROUPS, EACH),
-            spread(least - 128.0 * wide, BLOCK_N, GROUPS, EACH),
-            spread(least - 2048.0 * wide, BLOCK_N, GROUPS, EACH),
-        )
-        pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     else:
-        wide = s.to(gl.float32)
-        if s.dtype == gl.bfloat16 and not HAS_ZERO:
-            factors = bits(wide * INT4_LOW) | bits(wide * INT4_HIGH) << 16
-            offsets = both(wide * (-8.0 / INT4_SHIFT))
+        MINIMUM: gl.constexpr = SCALE == "minimum"
+        # scales and what is added are those of one fma
+        AT_ONCE: gl.constexpr = s.dtype == gl.bfloat16 and (MINIMUM or not HAS_ZERO)
+        wide, middle = s.to(gl.float32), None
+        if is_level(FORMAT):
+            if has_whole_levels(FORMAT):
+                w0, w1, w2, w3 = words_of_levels(words, tables, True, PURE=False)
+                if AT_ONCE:
+                    factors, offsets = both(wide * INT4_LOW), both(wide * (-128.0 / INT4_SHIFT))
+                else:
+                    factors = (s * 0).to(gl.int32) + BYTE_FACTORS
+                    offsets = factors * 0 + MINUS_128
+                factors = spread(factors, BLOCK_N, GROUPS, EACH)
+                offsets = spread(offsets, BLOCK_N, GROUPS, EACH)
+                w0, w1 = fma_words(w0, factors, offsets), fma_words(w1, factors, offsets)
+                w2, w3 = fma_words(w2, factors, offsets), fma_words(w3, factors, offsets)
+            else:
+                w0, w1, w2, w3 = words_of_levels(words, tables, False, PURE=False)
         else:
-            factors = (s * 0).to(gl.int32) + INT4_FACTORS
-            offsets = factors * 0 + MINUS_EIGHT
-            if HAS_ZERO:
+            if AT_ONCE:
+                factors = bits(wide * INT4_LOW) | bits(wide * INT4_HIGH) << 16
+                offsets = both(wide * (-8.0 / INT4_SHIFT))
+            else:
+                factors = (s * 0).to(gl.int32) + INT4_FACTORS
+                offsets = factors * 0 + MINUS_EIGHT
+            if MINIMUM and AT_ONCE:
+                offsets = both(zero.to(gl.float32) * (1.0 / INT4_SHIFT))
+            elif MINIMUM:
+                middle = both((zero.to(gl.float32) + 8.0 * wide) * (1.0 / INT4_SHIFT))
+            elif HAS_ZERO:
                 offsets = both(zero.to(gl.float32) * (-1.0 / INT4_SHIFT))
-        factors = spread(factors, BLOCK_N, GROUPS, EACH)
-        w0, w1, w2, w3 = int4_pairs(words, factors, spread(offsets, BLOCK_N, GROUPS, EACH))
-        if s.dtype != gl.bfloat16 or HAS_ZERO:
-            w0, w1, w2, w3 = four_scaled(w0, w1, w2, w3, s, BLOCK_N, GROUPS, EACH)
+            factors = spread(factors, BLOCK_N, GROUPS, EACH)
+            offsets = spread(offsets, BLOCK_N, GROUPS, EACH)
+            w0, w1, w2, w3 = int4_pairs(words, factors, offsets)
+        if not AT_ONCE or (is_level(FORMAT) and not has_whole_levels(FORMAT)):
+            w0, w1, w2, w3 = four_scaled(w0, w1, w2, w3, s, middle, BLOCK_N, GROUPS, EACH)
         pairs = gl.join(gl.join(w0, w2), gl.join(w1, w3))
     pairs = pairs.reshape((BLOCK_N, PAIRS))
     even = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -505,21 +463,22 @@ def decode(
 
 
 @gluon.jit
-def scaled(w, high, low):
-    """w times a scale that is the sum of two numbers of bf16."""
-    return fma_words(w, high, fma_words(w, low, low * 0 + MINUS_ZERO))
+def scaled(w, high, low, middle):
+    """w times a scale that is the sum of two numbers of bf16, plus a third."""
+    return fma_words(w, high, fma_words(w, low, middle))
 
 
 @gluon.jit
 def four_scaled(
-    w0, w1, w2, w3, s, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, EACH: gl.constexpr
-):
-    """Four words of two columns each times their scale."""
+    w0, w1, w2, w3, s, middle, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, EACH: gl.constexpr
+):  # fmt: skip
+    """Four words of two columns each times their scale, plus `middle` unless that is None."""
     high = s.to(gl.bfloat16)
     low = spread(both(s.to(gl.float32) - high.to(gl.float32)), BLOCK_N, GROUPS, EACH)
     high = spread(both(high), BLOCK_N, GROUPS, EACH)
-    w0, w1 = scaled(w0, high, low), scaled(w1, high, low)
-    return w0, w1, scaled(w2, high, low), scaled(w3, high, low)
+    middle = low * 0 + MINUS_ZERO if middle is None else spread(middle, BLOCK_N, GROUPS, EACH)
+    w0, w1 = scaled(w0, high, low, middle), scaled(w1, high, low, middle)
+    return w0, w1, scaled(w2, high, low, middle), scaled(w3, high, low, middle)
 
 
 @gluon.jit
@@ -802,7 +761,10 @@ def moe_ops_train_wgmma_packed(
         async_load(x, [first, i * IN], full.index(i), x_smem.index(i), i < steps)
 
     expert = e
-    tables = table_words(FORMAT) if is_level(FORMAT) else e2m1_tables(unknown_zero())
+    if has_whole_levels(FORMAT):
+        tables = byte_words(FORMAT)
+    else:
+        tables = table_words(FORMAT) if is_level(FORMAT) else e2m1_tables(unknown_zero())
     e = e.to(gl.int64)
     if SCALE == "e4m3":
         w_scale_ptr = w_scale_ptr.to(gl.pointer_type(gl.uint8))

@@ -73,6 +73,8 @@ INSTRUCTIONS = {
     "shf.l.wrap.b32": lambda a, b, c: (b << 32 | a) << (c & 31) >> 32,
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
+    "add.u32": lambda a, b: a + b,
+    "sub.u32": lambda a, b: a - b,
     "mul.lo.u32": lambda a, b: a * b,
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "prmt.b32": prmt,

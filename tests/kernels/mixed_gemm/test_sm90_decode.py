@@ -3,6 +3,7 @@ columns."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,7 +15,6 @@ from tests.kernels.mixed_gemm.test_decode import (
     assert_rounded_once,
     execute,
     halves,
-    minimum_operands,
     register,
     run,
     run_registers,
@@ -22,7 +22,7 @@ from tests.kernels.mixed_gemm.test_decode import (
     words,
 )
 from tests.support import oracle
-from tests.support.cases import BF16
+from tests.support.cases import BF16, FP16, FP32
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -74,16 +74,62 @@ def test_int4_times_scales(scale):
 
 
 def test_int4_with_minimum():
-    """In the order of fragments, and of neighbours in 32 bits, which have one scale."""
+    """Rounded once, as code * scale + minimum, of numbers of bf16."""
     g = torch.Generator().manual_seed(0)
     for word in words(64)[::3]:
-        s, m = torch.rand(4, generator=g) + 0.5, torch.randn(4, generator=g) * 8
-        found = run("decode_int4_minimum", word, *minimum_operands(s, m), source=SOURCE)
-        assert_rounded_once(found, nibbles(word), s.repeat(2), m.repeat(2))
-        one = minimum_operands(s[:1], m[:1])
-        found = run("int4_pairs_minimum", word, *one, source="mixed_gemm/sm90_packed.py")
-        columns = [word >> 4 * i & 15 for i in range(8)]
-        assert_rounded_once(found, columns, s[:1], m[:1])
+        s, m = (
+            (torch.rand(1, generator=g) + 0.5).to(BF16),
+            torch.randn(1, generator=g).to(BF16) * 8,
+        )
+        one = sm90_decode.INT4_ONE.value
+        low, high = (s * n.value for n in (sm90_decode.INT4_LOW, sm90_decode.INT4_HIGH))
+        found = run("decode_int4", word, *in_pairs(low, high, m * one), source=SOURCE)
+        expected = (torch.tensor(nibbles(word)).double() * s.double() + m.double()) * one
+        assert found == expected.to(BF16).tolist()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_int4_with_minima_of_groups(dtype):
+    """The kernel's own steps: rounded once where bf16 holds scales and minima. Of others scales
+    are rounded, too, and minima of codes less 8, which are small.
+    """
+    g = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (4, 3, 8), generator=g)
+    s = (torch.rand(4, 3, generator=g) + 0.5).to(dtype)
+    zero = (-8 * s + torch.randn(4, 3, generator=g)).to(dtype)
+
+    def decode_int4(codes, low, high, offset):
+        both = (codes & 15) * 2.0**-133 * low, (codes >> 4 << 4) * 2.0**-133 * high
+        return [(n.double() + offset.double()).to(BF16) for n in both]
+
+    numbers = {"float32": FP32, "bfloat16": BF16, "int16": torch.int16}
+    gl = SimpleNamespace(
+        **numbers,
+        expand_dims=torch.unsqueeze,
+        fma=lambda a, b, c: (a.double() * b.double() + c.double()).to(BF16),
+        full=lambda shape, *_: torch.zeros(shape),
+    )
+    names = "INT4_LOW INT4_HIGH INT4_ONE INT4_LOW_BITS INT4_HIGH_BITS INT4_OFFSET_BITS"
+    values = {name: getattr(sm90_decode, name).value for name in names.split()}
+
+    def constant(like, bits):
+        one = torch.tensor(bits if bits < 1 << 15 else bits - 65536, dtype=torch.int16)
+        return one.view(BF16).expand(like.shape)
+
+    over_group = sm90_decode.over_group.fn
+    parts = {"gl": gl, "constant": constant, "decode_int4": decode_int4, "over_group": over_group}
+    s.__dict__["type"] = SimpleNamespace(layout=None)
+    with mock.patch.multiple(sm90_decode, **parts, **values):
+        found = sm90_decode.decode_int4_weights.fn(
+            codes | codes.flip(2) << 4, s, zero, "minimum", True
+        )
+    for w, n in zip(found, (codes, codes.flip(2)), strict=True):
+        s64, m64 = s.double()[:, :, None], zero.double()[:, :, None]
+        want = n * s64 + m64
+        off = (w.double() * 2.0**64 - want).abs()
+        half_a_step = 2.0 ** (want.abs().log2().floor() - 8)
+        most = 0 if dtype == BF16 else 2.0**-9 * (8 * 2 + (m64 + 8 * s64).abs())
+        assert (off <= half_a_step * 1.001 + most).all()
 
 
 @pytest.mark.parametrize("high", [1, 2])
