@@ -89,15 +89,15 @@ class Case:
     @property
     def bytes_per_expert(self) -> int:
         """Bytes of one expert's w13 and w2 as they are stored. Scales, zero points and minima of
-        weights below 8 bits count, which are 3 to 13 % of those bytes; others (at most 0.1 %) are
-        left out."""
+        groups of a row's columns count, which are 3 to 13 % of those bytes; others (at most
+        0.1 %) are left out."""
         K, I = self.layer.hidden_size, self.layer.intermediate_size  # noqa: E741
         desc = get_scheme(self.scheme).weight
         elements = 3 * K * I
         if desc is None:
             return 2 * elements
         total = elements * desc.format.bits // 8
-        if desc.format.bits < 8:
+        if desc.whole_groups:
             size = 2 if desc.scale_dtype is None else desc.scale_dtype.itemsize
             size = 4 if _of_bitsandbytes(self.scheme) else size
             total += elements // desc.group.cols * (size * (1 + desc.minimum) + desc.zero_point)

@@ -33,6 +33,8 @@ from peers import IMPLEMENTATIONS, MEASURED_ONCE, PARTS_OF_LAYERS, VLLM_NAME, VL
 from records import OURS, Results
 from training_peers import IMPLEMENTATIONS as TRAINERS
 
+from moe_ops.schemes import get_scheme
+
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = RESULTS / "experts_NVIDIA_H200.json"
 LAYERS_ON_H100 = RESULTS / "experts_NVIDIA_H100_80GB_HBM3.json"
@@ -442,6 +444,18 @@ WEIGHT_ONLY_PEERS = {
     "humming": "humming",
     "vLLM wna16": "wna16",
 }
+# GGUF's types and nf4: of each the scheme of as many bits that stands beside it
+FILE_TYPES = {
+    **dict.fromkeys(("Q4_K", "IQ4_XS", "IQ4_NL", "nf4"), "int4_w4a16:g32"),
+    **dict.fromkeys(("Q6_K", "Q8_0"), "int8_w8a16:channel"),
+}
+FILE_SHAPES = {"qwen3": "Qwen3", "gptoss20": "gpt-oss-20b"}
+FILE_PEERS = {
+    "vllm-gguf-plugin": "vLLM",
+    "unsloth-zoo nf4": "unsloth",
+    "bitsandbytes, F.grouped_mm": "bitsandbytes",
+    "grouped-nf4-gemm": "grouped-nf4-gemm",
+}
 
 
 def timed_cells(
@@ -525,6 +539,34 @@ def weight_only(path: Path = LAYERS) -> str:
             text = f"{number(ours)}, {share}, {cell.ratio(peer):.2f} {WEIGHT_ONLY_PEERS[peer]}"
             texts.setdefault((scheme, cell.key[0]), {})[cell.key[3]] = text
     return by_tokens(texts, WEIGHT_ONLY_SHAPES)
+
+
+def file_types(path: Path = LAYERS) -> str:
+    """A table of `auto` on weights of GGUF's types and nf4: microseconds, the floor's share, and
+    the ratios to the scheme beside it, to bf16 and to the fastest peer; then the errors that
+    kernels add."""
+    results = Results(path, layer_key, layer_order)
+    texts: dict[tuple[str, str], dict[int, str]] = {}
+    errors = []
+    for name, beside in FILE_TYPES.items():
+        scheme = get_scheme(name.lower()).name
+        for cell in timed_cells(path, scheme, FILE_SHAPES, (OURS,)):
+            shape, _, routing, tokens = cell.key
+            row = cell.rows[OURS]
+            us, peer = row["us"]["median"], cell.fastest(FILE_PEERS)
+            parts = [number(us), f"{row['floor_us'] / us:.0%}".replace("%", " %")]
+            for other in (beside, ""):
+                reference = results.rows.get((shape, other, routing, tokens, OURS), {})
+                parts.append(f"{us / reference['us']['median']:.2f}" if "us" in reference else "-")
+            if peer is not None:
+                parts.append(f"{cell.ratio(peer):.2f} {FILE_PEERS[peer]}")
+            texts.setdefault((name, shape), {})[tokens] = ", ".join(parts)
+            errors.append(row["error_of_activations"])
+    if not texts:
+        return "No results are committed yet."
+    table = by_tokens(texts, FILE_SHAPES).replace("| scheme |", "| type |", 1)
+    told = f"{min(errors):.2g} to {max(errors):.2g}"
+    return f"{table}\n\nErrors against fp64 with the same weights: {told}."
 
 
 # --- whole models (end_to_end.py) ----------------------------------------------------------------
@@ -1443,7 +1485,7 @@ ADVICE = {
     },
 }
 ADVISED_TOKENS = (*SCHEME_TOKENS, 4096)
-BITS_COLORS = {4: "#0072B2", 8: "#D55E00", 16: "#555555"}
+BITS_COLORS = {4: "#0072B2", 5: "#56B4E9", 6: "#CC79A7", 8: "#D55E00", 16: "#555555"}
 
 
 class Scheme(NamedTuple):
@@ -1454,6 +1496,12 @@ class Scheme(NamedTuple):
     bits: float  # of a weight, with its share of scales and zero points
     gpu: dict[int, float]  # us by number of tokens
     cpu: dict[int, float]  # ms
+
+    @property
+    def width(self) -> int:
+        """Bits of an element alone."""
+        weight = get_scheme(self.name).weight
+        return 16 if weight is None else weight.format.bits
 
 
 def measured_schemes() -> list[Scheme]:
@@ -1484,7 +1532,7 @@ def measured_schemes() -> list[Scheme]:
         Scheme(name, errors.get(name), bits(name), gpu.get(name, {}), cpu.get(name, {}))
         for name in dict.fromkeys((*gpu, *cpu))
     ]
-    return sorted(found, key=lambda one: (-round(one.bits), one.name))
+    return sorted(found, key=lambda one: (-one.width, one.name))
 
 
 def choices() -> str:
@@ -1513,7 +1561,7 @@ def schemes_table() -> str:
 
     def best(width: int, column: tuple[str, int]) -> float | None:
         name, M = column
-        times = [getattr(one, name).get(M) for one in schemes if round(one.bits) == width]
+        times = [getattr(one, name).get(M) for one in schemes if one.width == width]
         return min([time for time in times if time is not None], default=None)
 
     lines = []
@@ -1523,7 +1571,7 @@ def schemes_table() -> str:
         for column in columns:
             time = getattr(one, column[0]).get(column[1])
             text = "-" if time is None else f"{time:.3g}"
-            bold = time is not None and time == best(round(one.bits), column)
+            bold = time is not None and time == best(one.width, column)
             cells.append(f"**{text}**" if bold else text)
         lines.append(cells)
     header = ["", "bits", "error", *[f"us, M = {M}" for M in SCHEME_TOKENS]]
@@ -1545,7 +1593,7 @@ def draw_schemes(path: Path) -> None:
         top = 1.08 * timed[-1][0]
         label = 0.0  # names stand in a column of their own, each a line above the one below it
         for time, one in timed:
-            color = BITS_COLORS[round(one.bits)]
+            color = BITS_COLORS[one.width]
             panel.scatter(one.error, time, s=14 * one.bits, color=color, alpha=0.8)
             label = max(time, label + top / 24)
             panel.annotate(
@@ -1772,6 +1820,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
     },
     "docs/checkpoints.md": {"loading": loading},
     "docs/cold_start.md": {"cold start": cold_start},
+    "docs/gguf.md": {"types": file_types},
     "docs/lora.md": {"mixed adapters": mixed_adapters},
     "docs/qlora.md": {"steps over nf4": steps_over_nf4},
     "docs/quantization.md": {"pairs": pairs},
