@@ -43,6 +43,7 @@ from torch import Tensor
 import moe_ops
 import moe_ops.integrations.transformers as moe_transformers
 from moe_ops.integrations.transformers import padding
+from moe_ops.integrations.transformers.serving import token_counts
 
 NEW_TOKENS, PROMPTS = 64, (32, 512)
 BATCH_TOKENS = 2048  # of a step, prompts and decodes together
@@ -448,7 +449,7 @@ class Run:
                 self.bench.model = copied(plain)
             self.bench.use(experts, scheme)
             if experts == OURS:
-                counts = {1 << i for i in range(8)} | {*range(64, most + 1, 64), most}
+                counts = token_counts(most, padded=True)
                 warm = moe_ops.warmup(self.bench.model, counts, show_progress=False)
                 print(f"{implementation}: warmed up in {warm.seconds:.1f} s", flush=True)
             modes = [m for m in MODES if attention == "varlen" or m != "asynchronous"]

@@ -32,6 +32,7 @@ from moe_ops.warmup import warmup
 _PATIENCE = 1800.0  # seconds until a first request, which captures graphs, counts as lost
 _BATCH_TOKENS = 2048  # of a step, prompts and decodes together, where nobody says another
 _MOST_REQUESTS = 256  # that decode together, whose powers of two are warmed up
+_PADDING = 64  # transformers' q_padding_interval_size, for which its server has no flag
 _SAMPLING = ("temperature", "top_p", "top_k")
 
 
@@ -124,17 +125,27 @@ def loading_config(given: argparse.Namespace) -> MoeOpsConfig | None:
     return MoeOpsConfig(given.scheme, given.backend, gpu_memory=given.gpu_memory)
 
 
+def token_counts(most: int | None, padded: bool) -> list[int]:
+    """Numbers of tokens that steps will have: powers of two that decode together, and the largest
+    batch, where one is known. Those in between are many, but under CUDA graphs all are padded to
+    the same multiples.
+    """
+    counts = {1 << i for i in range(_MOST_REQUESTS.bit_length())}
+    if most is None:
+        return sorted(counts)
+    if padded:
+        counts |= {*range(_PADDING, most, _PADDING)}
+    return [*sorted([n for n in counts if n < most]), most]
+
+
 def prepare(model: Any, given: argparse.Namespace) -> None:
     """Attach a loaded model, and warm it up for decoding and for the largest batch."""
     print(attach(model, given.backend), flush=True)
     if not given.no_fused_routers:
         print(fuse_routers(model), flush=True)
     if not given.no_warmup:
-        counts = [1 << i for i in range(_MOST_REQUESTS.bit_length())]
-        most = given.cb_max_batch_tokens
-        if most is not None:
-            counts = [n for n in counts if n < most] + [most]
-        print(warmup(model, counts), flush=True)
+        padded = torch.cuda.is_available() and not given.no_cuda_graphs
+        print(warmup(model, token_counts(given.cb_max_batch_tokens, padded)), flush=True)
 
 
 def sampling(config: Any, given: argparse.Namespace) -> Any:

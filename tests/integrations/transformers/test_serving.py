@@ -268,6 +268,14 @@ def test_a_request_that_is_lost_is_not_waited_for():
         serving.try_batching(batches, model)
 
 
+def test_sizes_that_come_are_warmed_up():
+    powers = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert serving.token_counts(None, True) == powers
+    assert serving.token_counts(100, False) == [*powers[:7], 100]
+    assert serving.token_counts(320, True) == [*powers[:8], 192, 256, 320]
+    assert serving.token_counts(2048, True)[-3:] == [1920, 1984, 2048]
+
+
 def test_batches_sample_alike_and_other_requests_as_the_model_says():
     config = transformers.GenerationConfig(do_sample=True, temperature=0.6, top_k=20, top_p=0.9)
     before = config.to_dict()
