@@ -246,7 +246,8 @@ def batched_experts(
 
     Args:
         hidden_states: (E, T, K), floating point. Rows past an expert's count may hold anything.
-        w13, w2, activation, w13_bias, w2_bias, backend: as in `fused_experts`.
+        w13, w2, w13_bias, w2_bias, backend: as in `fused_experts`.
+        activation: a name or an `Activation` whose parameters are numbers.
         expert_num_tokens: (E,), int32 or int64, on the device. Counts above T mean T.
         max_workspace_bytes: as in `fused_experts`. A chunk has all rows of one expert or more.
         hidden_states_scale, hidden_states_global_scale, out_dtype: as in `fused_experts`, with

@@ -64,8 +64,8 @@ def grouped_experts(
         num_tokens_per_expert: (E,), int32 or int64, on hidden_states' device. Rows past their sum
             may hold anything: their outputs and gradients are zero. Counts are data: a negative
             one means zero, and those that sum to more than R end at the last row.
-        activation: as in `fused_experts`; of w13 with rows in turn the one whose name is for
-            gate rows before up rows.
+        activation: a name or an `Activation` whose parameters are numbers; of w13 with rows in
+            turn the one whose name is for gate rows before up rows.
         w13_bias: (E, N), in the order of w13's rows: (E, I, 2) for rows in turn, a pair of (E, I)
             for a pair.
         w2_bias: (E, K).

@@ -185,3 +185,5 @@ def test_bad_input():
         moe_ops.batched_experts(x[None].expand(E, -1, -1), w13, w2, counts, activation=act)
     with pytest.raises(ValueError, match="activation must have .* as numbers, got a tensor"):
         moe_ops.grouped_experts(x, w13, w2, counts, activation=act)
+    with pytest.raises(ValueError, match="activation must have .* as numbers, got a tensor"):
+        moe_ops.MoELayer(K, I, E, TOP_K, activation=act)

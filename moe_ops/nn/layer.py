@@ -74,7 +74,7 @@ class MoELayer(KeepsBuffers):
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: H, I, E and experts per token.
-        activation: a name or an `Activation`.
+        activation: a name or an `Activation`, with the same parameters for all experts.
         routing_method: a method of `route`, or a callable
             (router_logits, top_k) -> (weights, ids).
         scoring, num_expert_groups, topk_groups: as in `route`.
@@ -198,7 +198,7 @@ class MoELayer(KeepsBuffers):
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
-        self.activation = activations.resolve(activation)
+        self.activation = activations.resolve_numbers(activation)
         self.routing_method = routing_method
         self.scoring = scoring
         self.num_expert_groups = num_expert_groups

@@ -12,7 +12,8 @@ after every M, so that a stopped run can be continued; --again measures what the
 "auto" makes its tiers. It uses the measured configs, so measure these first. --check writes no
 table: it reports what shapes without one lose, as the heuristic's time over the best time of a
 search, both of which are replayed in turn. --results keeps that as JSON, --most shortens the
-search to the first of the tiles that an estimate orders, and --limit ends it.
+search to the first of the tiles that an estimate orders, and --limit ends it: the same command
+goes on where it stopped.
 --list measures nothing and needs no GPU: it prints what is chosen, and the tiles that an estimate
 of their time puts first.
 """
@@ -66,7 +67,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--m", type=int, nargs="+", help="numbers of tokens")
     parser.add_argument("--table", type=Path, help="file to write; default: the package's own")
-    parser.add_argument("--again", action="store_true", help="measure what the table has, too")
+    parser.add_argument(
+        "--again", action="store_true", help="measure what the table, or --results, has, too"
+    )
     parser.add_argument(
         "--backends",
         nargs="*",
@@ -182,7 +185,7 @@ def _measure_configs(target: Target, counts: list[int], path: Path, gpu: str, ag
 
 def _compare(targets: list[Target], arguments: argparse.Namespace) -> None:
     """Compare what is chosen with the best of a search, cell by cell as long as there is time."""
-    from moe_ops.tuning.compare import compare, write
+    from moe_ops.tuning.compare import compare, measured, write
     from moe_ops.tuning.search import Bench
 
     end, longest = time.monotonic() + arguments.limit, 0.0
@@ -191,6 +194,9 @@ def _compare(targets: list[Target], arguments: argparse.Namespace) -> None:
         bench = None
         for m in sorted(arguments.m or CONFIGS_M):
             cell, start = f"{target} M={m}", time.monotonic()
+            kept = arguments.results is not None and measured(arguments.results, target, m)
+            if kept and not arguments.again:
+                continue
             if start + longest > end:
                 left.append(cell)
                 continue

@@ -74,15 +74,30 @@ def compare(
     return Comparison(chosen, us[chosen], best, us[best], len(configs))
 
 
+def _read(path: Path) -> dict[str, Any]:
+    if path.exists():
+        return json.loads(path.read_text())
+    return {"gpu": torch.cuda.get_device_name(), "rows": []}
+
+
+def _others(content: dict[str, Any], cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of other cells than this one."""
+    return [row for row in content["rows"] if any(row[key] != cell[key] for key in cell)]
+
+
+def measured(path: Path, target: Target, num_tokens: int) -> bool:
+    """Whether a file of results has a cell."""
+    content = _read(path)
+    cell = {**asdict(target), "num_tokens": num_tokens}
+    return len(_others(content, cell)) < len(content["rows"])
+
+
 def write(path: Path, target: Target, num_tokens: int, found: Comparison) -> None:
     """Add a comparison to a file of results, in place of an earlier one."""
     import triton
 
-    content: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "rows": []}
-    if path.exists():
-        content = json.loads(path.read_text())
-    cell = {**asdict(target), "num_tokens": num_tokens}
-    rows = [row for row in content["rows"] if any(row[key] != cell[key] for key in cell)]
+    content, cell = _read(path), {**asdict(target), "num_tokens": num_tokens}
+    rows = _others(content, cell)
     times = {"chosen_us": round(found.chosen_us, 2), "best_us": round(found.best_us, 2)}
     configs = {"chosen": fields_of(found.chosen), "best": fields_of(found.best)}
     versions = {"torch": torch.__version__, "triton": triton.__version__}

@@ -58,6 +58,7 @@ def test_the_best_is_replayed_beside_what_is_chosen(check, capsys):
     assert row["timed"] >= 2 and row["best_us"] < row["chosen_us"]
     assert row["best"] != row["chosen"] and other["num_tokens"] == 12
     assert "heuristic over best: geometric mean 1." in capsys.readouterr().out
+    assert check("--m", "9", "12") == [row, other] and "best" not in capsys.readouterr().out
 
 
 def test_what_there_is_no_time_for_is_said(check, monkeypatch, capsys):
