@@ -79,7 +79,7 @@ class Activation:
     alpha: float
     beta: float
     limit: float
-    by_expert: Tensor | None = field(default=None, repr=False)
+    by_expert: Tensor | None = field(init=False, repr=False)  # no default: torch 2.11 passes it
 
     def __init__(
         self,
