@@ -144,6 +144,13 @@ class Activation:
             return self
         return from_op(self.name, self.alpha, self.beta, self.limit)
 
+    def renamed(self, name: str) -> Activation:
+        """The same parameters under another name, of the same formula on rows in another order."""
+        found = Activation(name)
+        for what in (*PARAMETERS, "by_expert"):
+            object.__setattr__(found, what, getattr(self, what))
+        return found
+
     @property
     def gated(self) -> bool:
         """Whether the input has two halves (N = 2I)."""

@@ -6,7 +6,6 @@ Dimensions: R rows, E local experts, K hidden size, I intermediate size, N rows 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -190,7 +189,7 @@ def _rows_in_turn(
     if bias is not None:
         checks.check_rank("w13_bias", bias, "(E, I, 2)")
     if act.name in _IN_TURN and dtype in (None, w13.dtype):
-        act = replace(act, name=_IN_TURN[act.name])
+        act = act.renamed(_IN_TURN[act.name])
         return w13.reshape(E, 2 * I, K), None if bias is None else bias.flatten(1), act
     if bias is not None:
         bias = bias.transpose(1, 2).flatten(1)

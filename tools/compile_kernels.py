@@ -55,6 +55,7 @@ from moe_ops.kernels.residency.admit import admit
 from moe_ops.kernels.residency.fetch import fetch
 from moe_ops.kernels.residency.table import table_of
 from moe_ops.kernels.router import fused, topk
+from moe_ops.kernels.rows.gate_up import gate_up
 from moe_ops.kernels.rows.operand import Operand
 from moe_ops.kernels.rows.push_scatter import push_scatter
 from moe_ops.meta.router import router_workspace
@@ -535,6 +536,8 @@ def compile_training(
             forward, backward = [GroupedFusedStep(rows, adapters, products) for _ in range(2)]
             _, h, u, index = forward.forward()
             backward.backward(grad, h, u, index, needs._replace(weights=False))
+            masters = _empty(E, N // 2, K, dtype=torch.float32), None
+            launch.run([gate_up(_empty(E, N, K, dtype=dtype), *masters, True)], 0, gpu)
     return found
 
 

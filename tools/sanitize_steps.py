@@ -108,7 +108,8 @@ def steps(
                     }
                     if has.get("sorted"):  # with rows of no expert behind
                         counts = torch.bincount(ids[M // 3 :, 0], minlength=E)[:E]
-                        out = moe_ops.grouped_experts(x, *weights, counts, **options)
+                        first = weights[0].chunk(2, 1) if biases[0] is None else weights[0]
+                        out = moe_ops.grouped_experts(x, first, weights[1], counts, **options)
                     else:
                         on_input = bool(has.get("on_input"))
                         out = moe_ops.fused_experts(

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops import environment
+from moe_ops.environment import INTERPRETED
+from moe_ops.kernels import launch
+from moe_ops.kernels.launch import Lazy
 from moe_ops.ops.library import TORCH_DEVICES, register_function
+
+_kernel = Lazy("moe_ops.kernels.rows.gate_up:gate_up")
 
 
 def _parts(w13: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,8 +26,26 @@ def _parts(w13: Tensor) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
+def _has_kernel(first: Tensor, second: Tensor | None) -> bool:
+    """Whether Triton runs where these are, which casts rows at the rate of a copy: torch copies
+    them to strided places an element at a time.
+    """
+    there = (first.is_cuda and environment.TRITON != "") or INTERPRETED
+    floats = all([t is None or t.dtype != torch.float64 for t in (first, second)])
+    return there and floats and first.numel() > 0
+
+
+def _launch(w13: Tensor, gate: Tensor, up: Tensor | None, joins: bool) -> None:
+    with torch.cuda.device_of(w13):
+        device = w13.get_device()
+        launch.run([_kernel(w13, gate, up, joins)], device, launch.gpu(device))
+
+
 def _gate_up(gate: Tensor, up: Tensor | None, dtype: torch.dtype) -> Tensor:
     out = _gate_up_fake(gate, up, dtype)
+    if _has_kernel(gate, up):
+        _launch(out, gate.contiguous(), None if up is None else up.contiguous(), True)
+        return out
     sources = gate.unbind(2) if up is None else (gate, up)
     for part, source in zip(_parts(out), sources, strict=True):
         part.copy_(source)
@@ -35,6 +59,9 @@ def _gate_up_fake(gate: Tensor, up: Tensor | None, dtype: torch.dtype) -> Tensor
 
 def _of_gate_up(grad: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     made = _of_gate_up_fake(grad, interleaved, dtype)
+    if _has_kernel(grad, None):
+        _launch(grad.contiguous(), made[0], None if interleaved else made[1], False)
+        return made
     to = made[0].unbind(2) if interleaved else made
     for part, source in zip(to, _parts(grad), strict=True):
         part.copy_(source)

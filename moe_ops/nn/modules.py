@@ -5,7 +5,6 @@ Dimensions as in layer.py: M tokens, H hidden size, I intermediate size, E exper
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -192,7 +191,7 @@ class SharedExpert(nn.Module):
     ) -> None:
         super().__init__()
         if activation.interleaved:  # here gate and up are two projections
-            activation = dataclasses.replace(activation, name="swigluoai_uninterleave")
+            activation = activation.renamed("swigluoai_uninterleave")
         self.activation = activation
         linear = {"bias": False, **factory}
         self.gate_proj: nn.Linear | None = None

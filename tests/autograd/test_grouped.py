@@ -339,6 +339,8 @@ def test_errors():
     refused("gate rows before up rows", x, in_turn(w13), w2, counts, activation="swigluoai")
     refused("w13_bias must be a pair", x, w13.chunk(2, 1), w2, counts, w13_bias=w2)
     refused("dtype must be a float dtype", x, w13, w2, counts, dtype=torch.int8)
+    of_experts = Activation("silu", limit=torch.ones(2))
+    refused("alpha, beta and limit as numbers", x, w13, w2, counts, activation=of_experts)
     w13.requires_grad_()
     refused("backend must be 'auto' or 'torch'", x, w13, w2, counts, backend="triton")
     refused("batch_invariant must be False", x, w13, w2, counts, batch_invariant=True)
