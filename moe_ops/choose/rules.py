@@ -157,12 +157,17 @@ TMA_SPLIT_M: Rows[int] = (
 #
 # unaligned: 16 bytes do not divide rows, which are loaded by element, and larger tiles spill;
 # fp16, fp32: weights are decoded to fp32 first, which takes registers; few: a multiprocessor would
-# have fewer than three wider blocks; tma: before, accumulators of more rows spill
+# have fewer than three wider blocks; tma: before, accumulators of more rows spill; 5bit: a product
+# is of 64 of 256 columns
 MIXED_BLOCKS: Blocks = ((4, 8), (16, 16), (40, 32), (ANY, 64))
 MIXED_GEMM: Rows[Tile] = (
     ("unaligned", (32, 64, 2, 4)),
     ("fp32", (64, 32, 2, 4)),
     ("fp16", (64, 64, 3, 4)),
+    ("5bit m8 few", (32, 256, 4, 2)),
+    ("5bit m8", (64, 256, 3, 2)),
+    ("5bit m16", (64, 256, 3, 2)),
+    ("5bit m32", (128, 256, 3, 4)),
     ("m8 few", (32, 128, 6, 2)),
     ("m8 4bit", (64, 256, 3, 2)),
     ("m8", (64, 128, 4, 2)),

@@ -235,6 +235,9 @@ FORMATS += ["int8_w8a16:g32", "int8_w8a16:g128", "int4_w4a16:g32", "int4_w4a16:g
 FORMATS += [
     "int4_w4a16:g32:min",
     "int4_w4a16:g32:super:min",
+    "int5_w5a16:g32:super:min",
+    "int6_w6a16:g16",
+    "int6_w6a16:g16:super",
     "iq4_w4a16:g32:super",
     "mxfp4_w4a16",
     "nvfp4_w4a16",
