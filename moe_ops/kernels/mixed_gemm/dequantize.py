@@ -128,7 +128,7 @@ def moe_ops_dequantize(
         factor_ptr = w_factor_ptr + e * w_factor_stride_e
         above = factor_tile(factor_ptr, n, k, N, K, w_factor_stride_n, BLOCK_N, HAS_ZERO)
         s, zero = in_one_level(s, zero, above, GROUPS, HAS_ZERO)
-    row, byte = n + tl.arange(0, BLOCK_N), first_bytes(BLOCK_K, FORMAT)
+    row, byte = n + tl.arange(0, BLOCK_N), first_bytes(BLOCK_K, FORMAT, 0)
     p_ptrs = w_ptr + row.to(tl.int64)[:, None] * w_stride_n
     p_ptrs += (k * BITS // 8 + byte)[None, :] * w_stride_k
     if EVEN:
