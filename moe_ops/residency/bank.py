@@ -77,6 +77,7 @@ class Layer(NamedTuple):
             **{f"w2_{name}": getattr(w2, name) for name in scales},
             **{"a13_scale": w13.activation_scale, "a2_scale": w2.activation_scale},
             **{"w13_bias": self.w13_bias, "w2_bias": self.w2_bias, "expert_map": expert_map},
+            "activation_by_expert": None,  # refused beside residency
         }
 
 
