@@ -259,6 +259,7 @@ class FusedStep(Step):
         w13, of = self.call.w13, self.activation
         rows, activate = self.inputs(), self.products.activate_into
         fused = of.GATED and not of.INTERLEAVED and activate is not None
+        fused = fused and of.ACTIVATION in self.products.activations
         fused = fused and self.call.activation_by_expert is None
         if w13.scheme:
             fused = fused and self.kept == rows.dtype and self.decodable(w13)

@@ -19,6 +19,7 @@ class Products(NamedTuple):
     outer: Callable[..., Tensor]
     # the product with w13, which is kept, fused with the activation after it; None: not fused
     activate_into: Callable[..., None] | None = None
+    activations: tuple[str, ...] = ()  # names of those of `activate_into`
     # `multiply` into memory that is given; this and `activate_into` also of the experts from
     # `first` on alone, of which the weight has some. None: only with all
     multiply_into: Callable[..., None] | None = None

@@ -36,6 +36,7 @@ def multiply_into(out, rows, weight, ends, transpose=False, low=None, spare=0, f
 def activate_into(
     out, rows, weight, ends, of: Activated, bias, gate_up, low=None, spare=0, first=0
 ):
+    assert of.ACTIVATION in ("silu", "swigluoai")
     multiply_into(gate_up, rows, weight, ends, False, low, spare, first)
     for e in range(len(weight)):
         start, end = (0, *ends.tolist())[first + e : first + e + 2]
@@ -52,7 +53,10 @@ def two_experts_at_a_time(monkeypatch):
     monkeypatch.setattr(planning, "DECODED_FROM", 2)
     if not CUDA:
         of = planning.PORTABLE._replace(
-            activate_into=activate_into, multiply_into=multiply_into, adds=True
+            activate_into=activate_into,
+            activations=("silu", "swigluoai"),
+            multiply_into=multiply_into,
+            adds=True,
         )
         monkeypatch.setattr(planning, "_products", lambda x: of)
     monkeypatch.setattr(decoded, "BYTES", 2 * 2 * K * I * 4)
@@ -70,6 +74,7 @@ def case_of(where, scheme, **options) -> Case:
         ("nf4_w4a16:g64", {"bias": True, "activation": "swigluoai_uninterleave"}),
         ("int4_w4a16:g32", {"activation": "swigluoai"}),  # gate and up rows take turns
         ("fp8_w8a16:block", {"activation": "relu2_no_mul"}),
+        ("nf4_w4a16:g64", {"activation": "situ"}),  # which products do not compute
         ("int8_w8a16:channel", {"expert_map": True, "M": 40}),
         ("mxfp4_w4a16", {"on_input": True, "top_k": 1}),
         ("iq4_w4a16:g32:super", {"K": 256, "I": 256}),

@@ -12,6 +12,7 @@ import moe_ops
 from moe_ops import activations
 from moe_ops.autograd import fused
 from moe_ops.backends.cutlass import products as native
+from moe_ops.backends.cutlass.schemes import ACTIVATIONS
 from moe_ops.environment import INTERPRETED
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.options import Options
@@ -78,7 +79,9 @@ def test_products_that_add_and_activate(options, rank, monkeypatch):
         x = gate_up if bias is None else gate_up + bias[experts.clamp(max=len(bias) - 1)]
         out.copy_(activations.formula(x, activations.resolve(activation.ACTIVATION)))
 
-    one = Products("stand-ins", multiply, outer, activate_into, adds=True, spare=lambda *_: 0)
+    one = Products(
+        "stand-ins", multiply, outer, activate_into, ACTIVATIONS, adds=True, spare=lambda *_: 0
+    )
     monkeypatch.setattr(planning, "_products", lambda x: one)
     case = Case("cpu", FP32, M=9, E=6, **options)
     if rank:

@@ -360,6 +360,7 @@ PRODUCTS = Products(
     multiply,
     outer,
     activate_into,
+    ACTIVATIONS,
     multiply_into,
     adds=True,
     spare=spare,
