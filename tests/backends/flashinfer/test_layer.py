@@ -127,6 +127,7 @@ def launch(
         a2_scale=getattr(w2, "activation_scale", None),
         hidden_states_scale=arrived.scale if quantized else None,
         hidden_states_global_scale=arrived.global_scale if quantized else None,
+        activation_by_expert=None,
         **parts,
         w13_bias=case.options.get("w13_bias"),
         w2_bias=case.options.get("w2_bias"),
