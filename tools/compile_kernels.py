@@ -537,7 +537,7 @@ def compile_training(
             _, h, u, index = forward.forward()
             backward.backward(grad, h, u, index, needs._replace(weights=False))
             masters = _empty(E, N // 2, K, dtype=torch.float32), None
-            launch.run([gate_up(_empty(E, N, K, dtype=dtype), *masters, True)], 0, gpu)
+            launch.run([gate_up(_empty(E, N, K, dtype=dtype), *masters, True)], -1, gpu)
     return found
 
 
