@@ -376,8 +376,13 @@ def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
     # of 6 bits that follow each other loaded by column, a register each
     step = STEP // 2 if w.format.bits == 6 and not high else STEP
     block_n, block_k = (step, BLOCK_OUT) if transpose else (BLOCK_OUT, step)
+    run = 0
+    if high:
+        unit = unit_of_planes(w.K, high)
+        run = unit * high // 8
+        if transpose:  # Triton 3.6 does not compile tiles of several units there
+            block_k = min(block_k, unit)
     even = w.N % block_n == 0 and w.K % block_k == 0
-    run = unit_of_planes(w.K, high) * high // 8 if high else 0
     return PackedTile(transpose, even, GROUP_M, BLOCK_M, block_n, block_k, NUM_STAGES, run)
 
 
@@ -433,6 +438,7 @@ def multiply(
         low=LowRank(u, matrix, R, min(MOST_R, block_r(R))),
         tile=tile,
     )
-    grid = (routing.num_blocks * cdiv(y.shape[1], BLOCK_OUT), 1, 1)
+    out = tile.BLOCK_K if transpose else tile.BLOCK_N
+    grid = (routing.num_blocks * cdiv(y.shape[1], out), 1, 1)
     few = gpu.has_tma and of.bits not in (5, 6)
     return Launch(moe_ops_train_packed, grid, args, 4 if few else 8)

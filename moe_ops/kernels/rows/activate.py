@@ -52,7 +52,7 @@ from moe_ops.meta.workspace import cdiv, round_up
 WARP = 256  # columns that a warp takes at a time: 16 bytes a thread
 # Programs of a multiprocessor up to which each lets the next kernel start early. Of more, those
 # that have ended make room for the next kernel's, which wait where others could run.
-SIGNALLING = 32
+SIGNALLING = 512
 
 
 @triton.jit
