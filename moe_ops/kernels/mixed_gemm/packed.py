@@ -380,8 +380,7 @@ def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
     if high:
         unit = unit_of_planes(w.K, high)
         run = unit * high // 8
-        if transpose:  # Triton 3.6 does not compile tiles of several units there
-            block_k = min(block_k, unit)
+        block_k = min(block_k, unit)  # Triton 3.6 does not compile tiles of several units
     even = w.N % block_n == 0 and w.K % block_k == 0
     return PackedTile(transpose, even, GROUP_M, BLOCK_M, block_n, block_k, NUM_STAGES, run)
 
