@@ -212,6 +212,10 @@ inline void multiply_bytes(int c, int a, int b) {  // both with signs
 #define _mm512_roundscale_ps(v, k) emulated::map<float, float, __m512>(v, [](float x) { return std::nearbyint(x); })
 #define _mm512_scalef_ps(a, b) \
     emulated::zip<float>(a, b, [](float x, float y) { return y != y ? y : std::ldexp(x, int(std::floor(y))); })
+// of finite numbers above 0
+#define _mm512_getexp_ps(v) emulated::map<float, float, __m512>(v, [](float x) { return std::logb(x); })
+#define _mm512_getmant_ps(v, interval, sign) \
+    emulated::map<float, float, __m512>(v, [](float x) { return x / std::exp2(std::logb(x)); })
 #define _mm512_mul_ph(a, b)                                             \
     emulated::zip<uint16_t>((__m512i)(a), (__m512i)(b), [](uint16_t x, uint16_t y) { \
         return uint16_t(_cvtss_sh(_cvtsh_ss(x) * _cvtsh_ss(y), 0)); })
