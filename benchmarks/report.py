@@ -1613,7 +1613,10 @@ TRITONS = (
     RESULTS / "compare_tritons_NVIDIA_H200.json",
     RESULTS / "compare_tritons_one_token_NVIDIA_H200.json",
 )
-STAGES = (RESULTS / "compare_stages_NVIDIA_H200.json",)
+STAGES = (
+    RESULTS / "compare_stages_NVIDIA_H200.json",
+    RESULTS / "compare_house_NVIDIA_H200.json",
+)
 LOADING = RESULTS / "loading_6GB_16threads.json"
 PAIRS = RESULTS / "two_schemes_NVIDIA_H200.json"
 FORMATS = {
@@ -1800,6 +1803,29 @@ def mixed_adapters(path: Path = RESULTS / "adapters_mixed_NVIDIA_H200.json") -> 
     return f"{text}\n\n{markdown(header, lines)}"
 
 
+def rows_of_dispatchers(path: Path = RESULTS / "dispatched_rows_NVIDIA_H200.json") -> str:
+    """Steps of experts on sorted rows, beside torchtitan's (dispatched_rows.py)."""
+    rows = [row for row in rows_of(path) if "step_ms" in row]
+    if not rows:
+        return "No results are committed yet."
+    cells = {(row["implementation"], row["shape"], row["params"]): row["step_ms"] for row in rows}
+    columns = list(dict.fromkeys((row["shape"], row["params"]) for row in rows))
+    lines = []
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        line = [name]
+        for column in columns:
+            ms, stock = cells.get((name, *column)), cells[("torchtitan", *column)]
+            line.append("-" if ms is None else f"{ms:.2f}, {stock / ms:.2f}")
+        lines.append(tuple(line))
+    machine = json.loads(path.read_text())["run"]["machine"]
+    text = (
+        "Milliseconds of the forward and backward pass of the experts alone, and how many times "
+        f"as fast as torchtitan's, on an {machine['gpu']} with torch {machine['torch']}:"
+    )
+    header = ("", *[f"{shape}, {params} parameters" for shape, params in columns])
+    return f"{text}\n\n{markdown(header, lines)}"
+
+
 # of several files, into benchmarks/results
 PICTURES = {"decode_NVIDIA_H200.png": draw_decoding, "schemes.png": draw_schemes}
 # Of each document its blocks. One that makes None stays as it is.
@@ -1824,6 +1850,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
     "docs/lora.md": {"mixed adapters": mixed_adapters},
     "docs/qlora.md": {"steps over nf4": steps_over_nf4},
     "docs/quantization.md": {"pairs": pairs},
+    "docs/training_frameworks.md": {"rows of dispatchers": rows_of_dispatchers},
     "docs/which_scheme.md": {"choices": choices, "schemes": schemes_table},
     "docs/performance.md": {
         "whole models": whole_models,
