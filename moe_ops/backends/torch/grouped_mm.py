@@ -26,6 +26,7 @@ from moe_ops.schemes import get_scheme
 
 _BLOCK = 32  # rows per block of the gather path
 _WIDENED_ROWS = 16  # rows from which fp32 is faster on CPUs without 16-bit products
+_GROUPS = 1024  # that torch's grouped GEMM refuses: adapters of an expert are a group each
 _CHUNK = 1 << 27  # weight elements dequantized or gathered at a time (0.5 GB in fp32)
 
 
@@ -69,7 +70,7 @@ def grouped_mm(
         out[start:] = 0
         return out
     offsets = offsets.clamp(0, x.shape[0])  # they are data, and row ranges must stay inside x
-    if not scheme and _native(x, weight):
+    if not scheme and _native(offsets, x, weight):
         y = F.grouped_mm(x, weight if transpose else weight.transpose(1, 2), offs=offsets)
     else:
         y = _grouped_mm_blocks(x, weight, offsets, scales, scheme, transpose)
@@ -180,7 +181,7 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
                 _product(a[start:end].t(), b[start:end], None, out[e])
                 start = end
         return out
-    if _native(a, b):
+    if _native(offsets, a, b):
         y = F.grouped_mm(a.t(), b, offs=offsets)
         starts = F.pad(offsets[:-1], (1, 0))
         return torch.where((offsets > starts)[:, None, None], y, 0)
@@ -194,10 +195,12 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return out.to(a.dtype)
 
 
-def _native(*operands: Tensor) -> bool:
+def _native(offsets: Tensor, *operands: Tensor) -> bool:
     """Whether torch's grouped GEMM takes these operands without its synchronising fallback."""
     device = operands[0].device
     if device.type != "cuda" or environment.capability(device) < (9, 0):
+        return False
+    if offsets.shape[0] >= _GROUPS:
         return False
     for t in operands:
         row, column = t.stride()[-2:]
