@@ -20,6 +20,7 @@ from moe_ops.autograd.adapters import UNADAPTED, LoRA
 from moe_ops.autograd.gate_up import gate_up
 from moe_ops.batch_invariance import resolve
 from moe_ops.ops.call import GroupedCall, LinearCall, Weight, refuse_lost, take_apart
+from moe_ops.ops.operands import check_bias, check_device, shape_of
 from moe_ops.ops.options import Options
 from moe_ops.ops.transforms import refuse_tangents
 from moe_ops.ops.validation import grouped_problem
@@ -91,6 +92,8 @@ def grouped_experts(
     for name, value in (("hidden_states", hidden_states), ("w2", w2)):
         checks.check_tensor(name, value)
     checks.check_tensor("num_tokens_per_expert", num_tokens_per_expert)
+    if w2_bias is not None:
+        checks.check_tensor("w2_bias", w2_bias)
     act, result = activations.resolve_numbers(activation), hidden_states.dtype
     if checks.autocasting(hidden_states.device) and result.itemsize < 8:
         dtype = result = torch.get_autocast_dtype(hidden_states.device.type)
@@ -159,8 +162,13 @@ def _rows_of_w13(
                 "w13 must be a pair of equal shapes and dtypes (E, I, K), got "
                 f"{tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
             )
+        check_device("w13[1]", up.device, gate.device)
+        _check_master("w13[0]", gate)
         if bias is not None:
-            bias = torch.cat(_pair("w13_bias", bias), -1)
+            bias = _pair("w13_bias", bias)
+            for i, one in enumerate(bias):
+                check_bias(f"w13_bias[{i}]", one, shape_of(gate)[:2], gate.device)
+            bias = torch.cat(bias, -1)
         w13 = gate_up(gate, up, dtype or gate.dtype)
     else:
         checks.check_tensor("w13", w13)
@@ -168,9 +176,9 @@ def _rows_of_w13(
             w13, bias, act = _rows_in_turn(w13, bias, act, dtype)
         elif dtype is not None:
             w13 = _cast(w13, dtype)
-    if bias is not None and dtype is not None:
+    if bias is not None:
         checks.check_tensor("w13_bias", bias)
-        bias = _cast(bias, dtype)
+        bias = bias if dtype is None else _cast(bias, dtype)
     return w13, bias, act
 
 
@@ -180,6 +188,7 @@ def _rows_in_turn(
     """`_rows_of_w13` of w13 (E, I, 2, K)."""
     _check_order(act)
     checks.check_local("w13", w13)
+    _check_master("w13", w13)
     E, I, two, K = w13.shape  # noqa: E741
     if checks.static_size(two) != 2:
         raise ValueError(
@@ -217,6 +226,15 @@ def _pair(name: str, value: Any) -> tuple[Tensor, Tensor]:
                 "torch.cat((gate, up), 1)"
             )
     return value[0], value[1]
+
+
+def _check_master(name: str, weight: Tensor) -> None:
+    """Raise for what a cast would take as numbers: codes whose scales are missing."""
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
+        raise ValueError(
+            f"{name} must be of a float dtype of 16 bits or more, got {weight.dtype}; wrap "
+            "quantized data (E, N, K) with its scales: moe_ops.from_quantized(scheme, w13, scale)"
+        )
 
 
 def _named(value: Any) -> str:

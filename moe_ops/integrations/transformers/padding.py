@@ -36,6 +36,7 @@ class Batch:
         # (names, row of `logits_processor_args` with the one of each request), see requests.py
         self.adapters: tuple[tuple[str, ...], int] | None = None
         self.adapter_ids: Any = None  # (T,) int64, -1 for none
+        self.manager: Any = None  # weak reference to that of `adapters`
         self._thread = 0
 
     def begin(self, lengths: Tensor, rows: int, arguments: Tensor | None) -> None:
@@ -58,7 +59,8 @@ class Batch:
             self._thread = threading.get_ident()
 
     def end(self) -> None:
-        if self.count is not None:
+        mine = torch.compiler.is_compiling() or self._thread in (0, threading.get_ident())
+        if self.count is not None and mine:
             self.count = self.tokens = self.adapter_ids = None
 
     def holds(self, rows: int) -> bool:
@@ -135,12 +137,19 @@ def _pads(config: Any) -> bool:
 def _with_padding_left_out(own: Callable) -> Callable:
     @functools.wraps(own)
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = batch_in(self)
+        running = None if batch is None or batch.manager is None else batch.manager()
         manager = own(self, *args, **kwargs)
+        if running is not None and running is not manager and running.is_running():
+            raise RuntimeError(
+                "the model is served by a manager whose requests name their adapters, which takes "
+                "the model for itself: call its stop() first"
+            )
         if _pads(manager.continuous_batching_config):
             leave_out_padding(self)
         batch = batch_in(self)
         if batch is not None and manager.batch_processor is None:  # a new one
-            batch.adapters = None
+            batch.adapters = batch.manager = None
         return manager
 
     return init_continuous_batching

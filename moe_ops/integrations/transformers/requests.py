@@ -9,6 +9,7 @@ they give the adapter of each token, which the wrappers of experts pass on.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,11 +110,15 @@ def adapters_by_request(manager: Any) -> tuple[str, ...]:
             f"manager must be of a model with PEFT's adapters on its experts' parameters, got "
             f"{type(model).__name__} without; add some with LoraConfig(target_parameters=[...])"
         )
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
     inside = {id(module) for wrapper in wrappers for module in wrapper.modules()}
     others = [
         name
         for name, module in model.named_modules()
-        if hasattr(module, "lora_A") and id(module) not in inside
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        and id(module) not in inside
     ]
     if others:
         raise ValueError(
@@ -148,7 +153,7 @@ def adapters_by_request(manager: Any) -> tuple[str, ...]:
         _prepare, processors.prepare_tensor_args, carrier, row
     )
     processors.check_kwargs = functools.partial(_check, processors.check_kwargs, names)
-    batch.adapters = names, row
+    batch.adapters, batch.manager = (names, row), weakref.ref(manager)
     # a prompt's keys and values depend on the adapter
     manager.continuous_batching_config.allow_block_sharing = False
     manager._use_prefix_sharing = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -119,6 +121,10 @@ def test_refusals():
         ask(manager_of(adapted(modules=["q_proj"])))
     with pytest.raises(ValueError, match=r"call attach\(model\) first"):
         ask(manager_of(adapted(attached=False)))
+    kept = peft.LoraConfig(r=2, target_parameters=EXPERTS, modules_to_save=["lm_head"])
+    moe_transformers.attach(model := peft.get_peft_model(model_of("qwen3_moe"), kept))
+    with pytest.raises(ValueError, match="experts alone, got some on lm_head"):
+        ask(manager_of(model))
     model = adapted()
     with model.disable_adapter(), pytest.raises(ValueError, match="merged or disabled"):
         ask(manager_of(model))
@@ -127,3 +133,27 @@ def test_refusals():
     with pytest.raises(ValueError, match="must not be warmed up or started"):
         ask(manager)
     assert built("qwen3_moe") is not model
+
+
+def test_one_manager_at_a_time(monkeypatch):
+    manager = manager_of(model := adapted())
+    moe_transformers.adapters_by_request(manager)
+    batch = padding.batch_in(model.get_base_model())
+    monkeypatch.setattr(manager, "is_running", lambda: True)
+    with pytest.raises(RuntimeError, match=r"call its stop\(\) first"):
+        manager_of(model)
+    assert batch.adapters is not None
+    monkeypatch.setattr(manager, "is_running", lambda: False)
+    manager_of(model)
+    assert batch.adapters is None
+
+
+def test_another_thread_ends_no_forward():
+    batch = padding.Batch()
+    batch.begin(torch.tensor([0, 3], dtype=torch.int32), 4, None)
+    other = threading.Thread(target=batch.end)
+    other.start()
+    other.join()
+    assert batch.holds(4)
+    batch.end()
+    assert not batch.holds(4)
