@@ -101,6 +101,8 @@ class Activation:
                 takers = ", ".join([n for n, of in _DEFAULTS.items() if of[i] is not None])
                 raise ValueError(f"activation {name!r} takes no {what}; {takers} do")
             positive = what == "limit" or name in ("situ", "powlu")
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ValueError(f"{what} has no gradient: give {what}.detach()")
             if isinstance(value, Tensor) and value.ndim:
                 tensors[what] = _checked(what, value, positive)
                 value = None
@@ -169,8 +171,6 @@ def _checked(what: str, value: Tensor, positive: bool) -> Tensor:
             f"{what} must be a number, or a floating-point tensor (E,) with one for each expert, "
             f"got {value.dtype} of shape {tuple(value.shape)}"
         )
-    if value.requires_grad:
-        raise ValueError(f"{what} has no gradient: give {what}.detach()")
     if value.device.type == "cpu" and not torch.compiler.is_compiling():
         if positive and not bool((value > 0).all()):
             raise ValueError(f"{what} must be positive, got {value.tolist()}")

@@ -168,6 +168,10 @@ def test_gates_and_layouts(name):
             r"limit has no gradient: give limit.detach\(\)",
         ),
         (
+            lambda: Activation("silu", limit=torch.tensor(3.0, requires_grad=True)),
+            r"limit has no gradient: give limit.detach\(\)",
+        ),
+        (
             lambda: Activation("swigluoai", alpha=torch.ones(3), limit=torch.ones(4)),
             r"one shape \(E,\) and one device, got alpha \(3,\), limit \(4,\)",
         ),
