@@ -625,14 +625,21 @@ class LowRankBoxes(NamedTuple):
     matrix: Descriptor  # (E N, R), or (E R, K) if TRANSPOSE
 
 
+@unprefixed
+class WeightBoxes(NamedTuple):
+    """Boxes of the weight."""
+
+    w: Descriptor  # (E N, words of K columns) int32
+    w_high: Descriptor  # the same in boxes of high bits, or None
+
+
 @arguments
 class PackedSm90:
     # (S, N), or (S, K) if TRANSPOSE, or what an activation makes of (S, N); written
     y: Pointer
     x: Descriptor  # (S, K), or (S, N) if TRANSPOSE
     low: LowRankBoxes
-    w: Descriptor  # (E N, words of K columns) int32
-    w_high: Descriptor  # the same in boxes of high bits, or None
+    boxes: WeightBoxes
     pointers: MixedPointers
     index: Pointer  # kernels/device/blocks.py
     num_blocks: Runtime
@@ -978,8 +985,10 @@ def multiply(
         y=y,
         x=_boxes(*x.shape, 2, BLOCK_M, STEP).of(x),
         low=LowRankBoxes(rows, matrix),
-        w=w_boxes.of(data),
-        w_high=_boxes(w.E * w.N, words, 4, box_rows, 4).of(data) if high else None,
+        boxes=WeightBoxes(
+            w_boxes.of(data),
+            _boxes(w.E * w.N, words, 4, box_rows, 4).of(data) if high else None,
+        ),
         pointers=w.pointers,
         index=routing.index,
         num_blocks=routing.num_blocks,
