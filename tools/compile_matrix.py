@@ -411,7 +411,7 @@ def why_left_out(kernel: str, arch: Arch) -> str:
         return environment.why_no_gluon(triton.__version__) or ""
     if "_tma_" in kernel and arch not in (90, 100):
         return "needs the shared memory of compute capability 9.0"
-    if "_cutlass_" in kernel and arch < 90:
+    if ("_cutlass_" in kernel or kernel == "moe_ops_dequantize") and arch < 90:
         return "runs around CUTLASS's products, which are built for compute capability 9.0"
     if "_train_" in kernel and arch < 90:
         return "runs around torch's grouped products, which need compute capability 9.0"

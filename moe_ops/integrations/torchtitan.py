@@ -62,7 +62,7 @@ class MoEOpsFusedGroupedExperts(fused_swiglu.FusedGroupedExperts):
 @override(
     target=GroupedExperts.Config,
     description="Routed experts on moe_ops, with the stock parameters.",
-    exact=True,  # subclasses, such as gpt_oss', have another formula
+    exact=True,  # subclasses of models have formulas of their own
 )
 def grouped_experts(cfg: Any) -> Any:
     """The override that keeps torchtitan's parameters."""
