@@ -26,7 +26,7 @@ from moe_ops.schemes import get_scheme
 
 PORTABLE = grouped_mm.PORTABLE  # products for every device, also of quantized weights
 # Rows an expert, on average, from which on frozen weights are decoded before products of plain
-# weights multiply them (autograd/decoded.py). Never: it was not run on hardware.
+# weights multiply them (autograd/decoded.py). Never: it gains little (docs/qlora.md).
 DECODED_FROM = math.inf
 _MULTIPLE = 8  # divides all sizes, so that rows of 16-bit elements start at multiples of 16 bytes
 # Major compute capabilities for which torch builds its grouped product, and its largest number of
