@@ -9,10 +9,6 @@ The widths are Qwen3's. `frozen` passes gradients through the experts to tokens 
 output; those in nf4 the same codes and scales, whose gradients at 512 tokens are compared with
 fp64 ones. Timed as in training.py: a forward and a backward pass, medians in ms.
 
-`nf4 decoded` writes a few experts at a time in 16 bits before they are multiplied
-(autograd/decoded.py), beside products that leave 8, 0 or 16 multiprocessors; the others of ours
-decode in their products.
-
 FOLDER has wheels or zip files of libraries, whose products run beside torch's products for
 adapters, and rows that are sorted and summed as in unsloth-zoo:
 
@@ -23,26 +19,25 @@ adapters, and rows that are sorted and summed as in unsloth-zoo:
   product, too. It wants the rows of each expert on the host.
 
 Asserted: a step over nf4 allocates at its peak not more than one over 16-bit experts and a tenth
-of it (of decoded experts a fifth), and keeps as many bytes for the backward pass, so that no
-decoded weight is among them. Rows are written to FOLDER/qlora_nf4_<GPU>.json as they come. Past
+of it, and keeps as many bytes for the backward pass, so that no decoded weight is among them.
+Rows are written to FOLDER/qlora_nf4_<GPU>.json as they come. Past
 the limit no more is begun.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import math
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from harness import RESULTS, format_table
@@ -63,13 +58,7 @@ from training_cases import (
 )
 from training_peers import ours
 
-from moe_ops.autograd import decoded
-from moe_ops.backends.cutlass import products
-from moe_ops.planning import training as planning
-
 CHECKED_TOKENS = 512
-# multiprocessors that products leave to the kernel that decodes the next experts
-SPARE = {"nf4 decoded": 8, "nf4 decoded, 0": 0, "nf4 decoded, 16": 16}
 # of the time of a step, and what they are measured by: at most, or at least
 AT_MOST, AT_LEAST = {"bf16": 1.25}, {"unsloth": 1.5, "dequantize": 1.2}
 
@@ -82,8 +71,8 @@ def cases_of(trains: str, tokens: int, shape: str) -> dict[str, Case]:
     plain = Case(shape, trains, tokens)
     nf4 = replace(plain, scheme=NF4)
     int4 = replace(plain, scheme="int4_w4a16:g32")
-    ours_alone = {"bf16": plain, "nf4": nf4} | dict.fromkeys(SPARE, nf4)
-    return ours_alone | dict.fromkeys(PEERS, nf4) | {"int4 g32": int4, "nf4 recompute": nf4}
+    peers = dict.fromkeys(PEERS, nf4)
+    return {"bf16": plain, "nf4": nf4} | peers | {"int4 g32": int4, "nf4 recompute": nf4}
 
 
 def layer_of(name: str, case: Case, inputs: Inputs, modules: dict[str, ModuleType]) -> Layer:
@@ -92,30 +81,11 @@ def layer_of(name: str, case: Case, inputs: Inputs, modules: dict[str, ModuleTyp
     return ours(recompute=name.endswith("recompute"))(case, inputs)
 
 
-def why_not(name: str, modules: dict[str, ModuleType], cuda: bool) -> str | None:
+def why_not(name: str, modules: dict[str, ModuleType]) -> str | None:
     """Why an implementation does not run."""
     if name in PEERS and name not in modules:
         return "its archive is missing or does not import"
-    if name in SPARE and not (cuda and products.kernels(torch.cuda.current_device())):
-        return "the products of csrc/cutlass are not built: python -m moe_ops.csrc.build sm_90a"
     return None
-
-
-def set_up(name: str) -> ExitStack:
-    """What decides how weights are decoded, for one implementation of ours."""
-    stack = ExitStack()
-    decodes = 0 if name in SPARE else math.inf
-    stack.enter_context(mock.patch.object(planning, "DECODED_FROM", decodes))
-    stack.enter_context(mock.patch.object(decoded, "SPARE", SPARE.get(name, 0)))
-    return stack
-
-
-def step_of(name: str, layer: Layer, inputs: Inputs) -> Callable[[], object]:
-    def step() -> object:
-        with set_up(name):
-            return gradients(layer, inputs)
-
-    return step
 
 
 def measure(trains: str, given: argparse.Namespace, modules: dict[str, ModuleType]) -> list[dict]:
@@ -132,7 +102,7 @@ def measure(trains: str, given: argparse.Namespace, modules: dict[str, ModuleTyp
             row = rows.setdefault(name, {"trains": trains, "implementation": name})
             if "reason" in row:
                 continue
-            row |= {"reason": reason} if (reason := why_not(name, modules, cuda)) else {}
+            row |= {"reason": reason} if (reason := why_not(name, modules)) else {}
             if time.perf_counter() > given.until:
                 row["reason"] = "the limit was reached"
             if "reason" in row:
@@ -140,7 +110,7 @@ def measure(trains: str, given: argparse.Namespace, modules: dict[str, ModuleTyp
             if case not in by_case:
                 by_case[case] = make_inputs(case, device), {}
             inputs, expected = by_case[case]
-            began, stack = time.perf_counter(), set_up(name)
+            began = time.perf_counter()
             try:
                 layer = layer_of(name, case, inputs, modules)
                 if tokens < given.tokens or given.dry_run:
@@ -155,12 +125,10 @@ def measure(trains: str, given: argparse.Namespace, modules: dict[str, ModuleTyp
                     row["kept_mb"] = round(kept_bytes(layer, inputs) / 1e6, 1)
                     peak = peak_bytes(layer, inputs)
                     row["peak_mb"] = None if peak is None else round(peak / 1e6, 1)
-                    calls[name] = step_of(name, layer, inputs)
+                    calls[name] = functools.partial(gradients, layer, inputs)
             except Exception as error:  # a peer may fail in any way
                 row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 print(f"  {name}: {row['reason']}", flush=True)
-            finally:
-                stack.close()
             seconds = time.perf_counter() - began
             if seconds > 2:
                 print(f"  {trains} {name} at {tokens} tokens: {seconds:.0f} s", flush=True)
@@ -178,33 +146,29 @@ def check_memory(rows: list[dict]) -> None:
     keeps.
     """
     by_name = {row["implementation"]: row for row in rows}
-    plain = by_name["bf16"]
-    for name in ("nf4", *SPARE):
-        nf4 = by_name[name]
-        for what, most in (("peak_mb", 1.2 if name in SPARE else 1.1), ("kept_mb", 1.001)):
-            if plain.get(what) and nf4.get(what) and not nf4[what] <= most * plain[what]:
-                raise RuntimeError(
-                    f"{what} of a step over {name} must be at most {most} times that over 16-bit "
-                    f"experts, {plain[what]}, got {nf4[what]}"
-                )
+    plain, nf4 = by_name["bf16"], by_name["nf4"]
+    for what, most in (("peak_mb", 1.1), ("kept_mb", 1.001)):
+        if plain.get(what) and nf4.get(what) and not nf4[what] <= most * plain[what]:
+            raise RuntimeError(
+                f"{what} of a step over nf4 must be at most {most} times that over 16-bit "
+                f"experts, {plain[what]}, got {nf4[what]}"
+            )
 
 
 def verdicts(rows: list[dict]) -> list[str]:
-    """What the fastest of ours takes beside others."""
+    """What ours takes beside others."""
     found = {row["implementation"]: row["step_ms"] for row in rows if "step_ms" in row}
-    ours_found = {name: found[name] for name in ("nf4", *SPARE) if name in found}
-    if not ours_found:
+    nf4, lines = found.get("nf4"), []
+    if nf4 is None:
         return []
-    best = min(ours_found, key=lambda name: ours_found[name])
-    lines = []
     for name, most in AT_MOST.items():
         if name in found:
-            ratio = found[best] / found[name]
-            lines.append(f"{best} takes {ratio:.2f} times {name}, wanted at most {most}")
+            ratio = nf4 / found[name]
+            lines.append(f"nf4 takes {ratio:.2f} times {name}, wanted at most {most}")
     for name, least in AT_LEAST.items():
         if name in found:
-            ratio = found[name] / found[best]
-            lines.append(f"{name} takes {ratio:.2f} times {best}, wanted at least {least}")
+            ratio = found[name] / nf4
+            lines.append(f"{name} takes {ratio:.2f} times nf4, wanted at least {least}")
     return lines
 
 

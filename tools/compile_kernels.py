@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import os
 import pkgutil
 import re
@@ -66,7 +65,6 @@ from moe_ops.ops.call import ExpertsCall, GroupedCall, Weight
 from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.ops.products import Products
-from moe_ops.planning import training as planning
 from moe_ops.schemes import SCHEMES, get_scheme, schemes_of_layer
 
 Arch = int | str  # 90 for an NVIDIA GPU of compute capability 9.0, "gfx942" for one of AMD
@@ -148,7 +146,6 @@ class TrainingCall:
     scheme: str = ""
     rank: int = 0
     global_rows: bool = False
-    decoded: bool = False  # quantized experts are, a few at a time
     by_expert: bool = False  # each expert has its own parameters of the activation
 
 
@@ -519,13 +516,8 @@ def compile_training(
         sizes = ((call.rank, K), (N, call.rank)), ((call.rank, I), (K, call.rank))
         matrices = [[_empty(E, *size, dtype=dtype) for size in pair] for pair in sizes]
         adapters = Adapters(*[LowRank(*pair, 2.0) for pair in matrices])
-    into = (lambda *_: None) if call.decoded else None
-    products = Products("none", multiply, outer, multiply_into=into, zeroes=False)
-    decoded_from = 0 if call.decoded else math.inf
-    with (
-        mock.patch.object(planning, "DECODED_FROM", decoded_from),
-        _compiling(gpu, arch, compiles) as found,
-    ):
+    products = Products("none", multiply, outer, zeroes=False)
+    with _compiling(gpu, arch, compiles) as found:
         forward, backward = [FusedStep(step, adapters, products) for _ in range(2)]
         _, h, u, index = forward.forward()
         grad = _empty(call.M, K, dtype=dtype)

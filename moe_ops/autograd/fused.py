@@ -18,13 +18,11 @@ in steps of the reduction after those of the weight; after the others a kernel a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops.autograd import decoded
 from moe_ops.autograd.adapters import Adapters
 from moe_ops.autograd.step import Adapter, Derived, Needs, Step
 from moe_ops.kernels import launch
@@ -33,6 +31,7 @@ from moe_ops.kernels.configs import block_bound
 from moe_ops.kernels.gemm import low_rank
 from moe_ops.kernels.launch import Launch, Lazy, run
 from moe_ops.kernels.mixed_gemm import configs, packed
+from moe_ops.kernels.mixed_gemm.operands import operand
 from moe_ops.kernels.place.layout import Layout, index_parts
 from moe_ops.kernels.place.place import place
 from moe_ops.kernels.place.routing import Routing, sorted_rows
@@ -47,7 +46,6 @@ from moe_ops.kernels.rows.scatter import scatter
 from moe_ops.kernels.rows.sums import dot, sum_rows
 from moe_ops.ops.call import ExpertsCall, Weight
 from moe_ops.ops.products import Products
-from moe_ops.planning import training as planning
 from moe_ops.schemes import get_scheme
 
 # where Triton compiles Gluon
@@ -76,8 +74,6 @@ class FusedStep(Step):
             None if b is None else b.contiguous() for b in (call.w13_bias, call.w2_bias)
         ]
         self.tables: dict[int, Routing] = {}
-        many = self.S >= planning.DECODED_FROM * self.E
-        self.decodes = many and products.multiply_into is not None
 
     def product_dtype(self) -> torch.dtype:
         return self.x.dtype
@@ -187,10 +183,7 @@ class FusedStep(Step):
         if adapter is not None:
             low = self.narrowed(adapter, rows, transpose), adapter.matrices(transpose)[1]
         if weight.scheme:
-            dtype = dtype or rows.dtype
-            if dtype == rows.dtype and self.decodable(weight):
-                return self.multiply_decoded(rows, weight, transpose, low)
-            return self.multiply_packed(rows, weight, transpose, low, dtype)
+            return self.multiply_packed(rows, weight, transpose, low, dtype or rows.dtype)
         more: dict[str, Any] = {} if self.products.spare is None else {"spare": spare}
         if low is not None and self.products.adds:
             more["low"], low = low, None
@@ -210,7 +203,12 @@ class FusedStep(Step):
         dtype: torch.dtype,
     ) -> Tensor:
         """`multiply` with a quantized weight, as it is stored."""
-        w = decoded.operand_of(weight, self.gpu)
+        scale, zero, global_scale, channel_scale = weight.scales
+        assert scale is not None
+        parts = (weight.data, scale, zero, global_scale, channel_scale)
+        how = frozen(weight.scheme)
+        assert how is not None
+        w = operand("weight", *parts, how.weight, self.gpu)
         y = self.rows(w.K if transpose else w.N, dtype)
         if not rows.is_cuda:  # rows of no expert are zeros, as those of plain products
             y.zero_()
@@ -218,31 +216,6 @@ class FusedStep(Step):
         if configs.on_sm90(self.device) and dtype == rows.dtype:
             one = _sm90_packed(y, rows, w, blocks, transpose, low)
         self.run(one or packed.multiply(y, rows, w, blocks, transpose, self.gpu, low))
-        return y
-
-    def decodable(self, weight: Weight) -> bool:
-        """Whether a quantized weight is decoded before it is multiplied."""
-        return self.decodes and decoded.why_not(weight, self.gpu) is None
-
-    def in_parts(self, weight: Weight, multiply: Callable[[Tensor, slice, int], None]) -> None:
-        """`decoded.in_parts` of a weight."""
-        size = get_scheme(weight.scheme).logical_shape(*weight.data.shape)
-        decoded.in_parts(weight, size, self.x, self.gpu, self.run, multiply)
-
-    def multiply_decoded(
-        self, rows: Tensor, weight: Weight, transpose: bool, low: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """`multiply` with a quantized weight, a few experts of which are decoded at a time."""
-        into, ends = self.products.multiply_into, self.layout.groups
-        assert into is not None
-        _, N, K = get_scheme(weight.scheme).logical_shape(*weight.data.shape)
-        y = self.rows(K if transpose else N)
-
-        def multiply(numbers: Tensor, experts: slice, spare: int) -> None:
-            added = None if low is None else (low[0], low[1][experts])
-            into(y, rows, numbers, ends, transpose, added, spare, experts.start)
-
-        self.in_parts(weight, multiply)
         return y
 
     def outer(self, a: Tensor, b: Tensor, spare: int = 0) -> Tensor:
@@ -258,14 +231,9 @@ class FusedStep(Step):
     def h_and_activated(self) -> tuple[Tensor, Tensor]:
         w13, of = self.call.w13, self.activation
         rows, activate = self.inputs(), self.products.activate_into
-        fused = of.GATED and not of.INTERLEAVED and activate is not None
+        fused = not w13.scheme and w13.data.is_contiguous() and of.GATED and not of.INTERLEAVED
         fused = fused and of.ACTIVATION in self.products.activations
-        fused = fused and self.call.activation_by_expert is None
-        if w13.scheme:
-            fused = fused and self.kept == rows.dtype and self.decodable(w13)
-        else:
-            fused = fused and w13.data.is_contiguous()
-        if not fused:
+        if not fused or activate is None or self.call.activation_by_expert is not None:
             h = self.h_of(rows)
             del rows
             return h, self.activated(h)
@@ -273,18 +241,7 @@ class FusedStep(Step):
         low = None
         if self.first is not None:
             low = self.narrowed(self.first, rows), self.first.of.b
-        given, ends = (out, rows), self.layout.groups
-        assert activate is not None
-        if not w13.scheme:
-            activate(*given, w13.data, ends, of, self.b13, h, low)
-            return h, out
-
-        def multiply(numbers: Tensor, experts: slice, spare: int) -> None:
-            bias = None if self.b13 is None else self.b13[experts]
-            added = None if low is None else (low[0], low[1][experts])
-            activate(*given, numbers, ends, of, bias, h, added, spare, experts.start)
-
-        self.in_parts(w13, multiply)
+        activate(out, rows, w13.data, self.layout.groups, of, self.b13, h, low)
         return h, out
 
     def output(self, hidden: Tensor) -> Tensor:

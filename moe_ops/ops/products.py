@@ -20,9 +20,6 @@ class Products(NamedTuple):
     # the product with w13, which is kept, fused with the activation after it; None: not fused
     activate_into: Callable[..., None] | None = None
     activations: tuple[str, ...] = ()  # names of those of `activate_into`
-    # `multiply` into memory that is given; this and `activate_into` also of the experts from
-    # `first` on alone, of which the weight has some. None: only with all
-    multiply_into: Callable[..., None] | None = None
     adds: bool = False  # `multiply` adds the product of `low`, the narrow rows of an adapter
     zeroes: bool = True  # `outer` writes zeros for experts without rows
     # (device, pairs, columns of h) -> multiprocessors that products leave to concurrent kernels,

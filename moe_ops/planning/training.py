@@ -7,7 +7,6 @@ run on another machine than the one that captured it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,9 +24,6 @@ from moe_ops.ops.products import Products
 from moe_ops.schemes import get_scheme
 
 PORTABLE = grouped_mm.PORTABLE  # products for every device, also of quantized weights
-# Rows an expert, on average, from which on frozen weights are decoded before products of plain
-# weights multiply them (autograd/decoded.py). Never: it gains little (docs/qlora.md).
-DECODED_FROM = math.inf
 _MULTIPLE = 8  # divides all sizes, so that rows of 16-bit elements start at multiples of 16 bytes
 # Major compute capabilities for which torch builds its grouped product, and its largest number of
 # experts. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets to the host and loops
@@ -45,9 +41,8 @@ class TrainingPlan(NamedTuple):
 def plan(call: ExpertsCall | GroupedCall, matrices: Sequence[Tensor] = ()) -> TrainingPlan:
     """The plan of a call whose adapters have these matrices."""
     reason = why_not_kernels(call, matrices)
-    pairs, experts = call.hidden_states.shape[0] * call.top_k, call.w13.data.shape[0]
     plain = not (call.w13.scheme and call.w2.scheme)  # else no library of products is loaded
-    fast = reason is None and (plain or pairs >= DECODED_FROM * experts)
+    fast = reason is None and plain
     return TrainingPlan(reason, _products(call.hidden_states) if fast else PORTABLE)
 
 

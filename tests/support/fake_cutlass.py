@@ -40,11 +40,6 @@ def matrix(address: int, rows: int, columns: int, stride: int, dtype: torch.dtyp
     return flat.as_strided((rows, columns), (stride, 1))
 
 
-def first_row(g: products.GroupedProduct) -> int:
-    """Where the rows of the first expert begin."""
-    return int(at(g.ends - 4, 1, torch.int32)) if g.continues else 0
-
-
 class FakeLibrary:
     """What stands for the loaded object. `calls` has the name of each kernel that ran, `operands`
     the (bytes of elements, rows of scales) of each expert's A in block-scaled kernels.
@@ -111,7 +106,7 @@ class FakeLibrary:
             )
             d = matrix(g.d, g.rows, g.n, g.n, bf16)
         low_a, low_b = self.low_rank(g, g.n, kind == "x_wt")
-        start = first_row(g)
+        start = 0
         for e, end in enumerate(at(g.ends, E, torch.int32).tolist()):
             rows = slice(start, end)
             if outer:
@@ -140,7 +135,7 @@ class FakeLibrary:
         ends = at(g.ends, g.groups, torch.int32).tolist()
         a = matrix(g.a, g.rows, g.k, g.k, bf16)
         b = at(g.b, g.groups * 2 * g.n * g.k, bf16).view(g.groups, 2 * g.n, g.k)
-        d, start = matrix(g.d, g.rows, g.n, g.n, bf16), first_row(g)
+        d, start = matrix(g.d, g.rows, g.n, g.n, bf16), 0
         low_a, low_b = self.low_rank(g, 2 * g.n, True)
         for e, end in enumerate(ends):
             found = a[start:end].double() @ b[e].double().t()

@@ -48,7 +48,6 @@ class GroupedProduct(ctypes.Structure):
         ("low_a", ctypes.c_void_p),
         ("low_b", ctypes.c_void_p),
         ("rank", ctypes.c_int32),
-        ("continues", ctypes.c_int32),
     ]
 
 
@@ -128,11 +127,8 @@ def multiply_into(
     transpose: bool = False,
     low: tuple[Tensor, Tensor] | None = None,
     spare: int = 0,
-    first: int = 0,
 ) -> None:
-    """`multiply`, written to `out`. A weight of fewer experts than `ends` has those from `first`
-    on, and their rows alone are multiplied; `low` has the same experts.
-    """
+    """`multiply`, written to `out`."""
     gemms = kernels(rows.get_device())
     assert gemms is not None
     assert weight.is_contiguous() or weight.mT.is_contiguous()
@@ -142,8 +138,7 @@ def multiply_into(
     # stored (E, n, k), or (E, k, n)
     name = "x_wt" if weight.is_contiguous() != transpose else "x_w"
     added = _added(low, transpose, weight.is_contiguous())
-    ends = ends[first : first + weight.shape[0]]
-    _run(gemms, name, rows, weight, out, ends, added, spare, first > 0, n=n, k=k)
+    _run(gemms, name, rows, weight, out, ends, added, spare, n=n, k=k)
 
 
 def _added(
@@ -190,12 +185,10 @@ def activate_into(
     bias: Tensor | None = None,  # (E, 2 I), contiguous
     gate_up: Tensor | None = None,  # (S, 2 I) bf16, written: rows @ weight[e].T; not interleaved
     low: tuple[Tensor, Tensor] | None = None,  # (S, r), (E, 2 I, r): added to gate_up
-    spare: int = 0,
-    first: int = 0,
 ) -> None:
     """activation(rows @ weight[e].T + bias[e]) for the rows of each expert, where there is a
     kernel. The sums are not rounded before the activation. Sizes, addresses and rows past ends[-1]
-    as in `multiply`, `spare` and `first` as in `multiply_into`; `bias` has the same experts.
+    as in `multiply`.
     """
     gemms = kernels(rows.get_device())
     assert gemms is not None and weight.is_contiguous()
@@ -205,8 +198,7 @@ def activate_into(
     if out.shape[0] > 0:
         sizes = {"n": out.shape[1], "k": rows.shape[1]}
         added = _added(low, False, True)
-        ends = ends[first : first + weight.shape[0]]
-        product = _product(gemms, rows, weight, out, ends, added, spare, first > 0, **sizes)
+        product = _product(gemms, rows, weight, out, ends, added, **sizes)
         bias = _bias(bias)
         gated = _gated(product, activation, bias)
         gated.gate_up = _address(gate_up)
@@ -301,7 +293,6 @@ def _product(
     ends: Tensor,
     added: tuple[Tensor, Tensor] | None = None,
     spare: int = 0,
-    continues: bool = False,
     **sizes: Any,
 ) -> GroupedProduct:
     assert a.dtype == b.dtype and d.is_contiguous() and a.is_contiguous()
@@ -321,7 +312,6 @@ def _product(
         d=d.data_ptr(),
         ends=ends.data_ptr(),
         rows=a.shape[0],
-        continues=continues,
         stream=library.stream_of(a.get_device()),
         **sizes,
     )
@@ -336,13 +326,11 @@ def _run(
     ends: Tensor,
     added: tuple[Tensor, Tensor] | None = None,
     spare: int = 0,
-    continues: bool = False,
     **sizes: Any,
 ) -> None:
     assert a.dtype == d.dtype == torch.bfloat16
     if a.shape[0] > 0:
-        product = _product(gemms, a, b, d, ends, added, spare, continues, **sizes)
-        gemms.run(f"{_KERNEL}_{name}", product)
+        gemms.run(f"{_KERNEL}_{name}", _product(gemms, a, b, d, ends, added, spare, **sizes))
     elif name == "outer":
         d.zero_()
 
@@ -361,7 +349,6 @@ PRODUCTS = Products(
     outer,
     activate_into,
     ACTIVATIONS,
-    multiply_into,
     adds=True,
     spare=spare,
 )

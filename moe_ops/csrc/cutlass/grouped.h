@@ -18,7 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define MOE_OPS_CUTLASS_ABI 3  // of this struct and of the functions: backends/cutlass/library.py
+#define MOE_OPS_CUTLASS_ABI 2  // of this struct and of the functions: backends/cutlass/library.py
 
 struct GroupedGemm {
   int32_t groups;    // experts
@@ -67,9 +67,6 @@ struct GroupedProduct {
   const void* low_a;
   const void* low_b;
   int32_t rank;
-  // Whether the groups are experts of many that come after others: the rows of the first one begin at
-  // ends[-1], else at 0.
-  int32_t continues;
 };
 
 // The activation of a product x w^T with the gate and up rows of w (groups, 2 n, k), which writes d

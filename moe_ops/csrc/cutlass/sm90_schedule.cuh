@@ -92,7 +92,6 @@ struct Sizes {
   int groups, rows, m, n, k, rank;
   Gated gated;
   Scales scales;
-  bool continues;  // the rows of the first expert begin at ends[-1]
 };
 
 // What a cluster does next.
@@ -132,7 +131,7 @@ struct Schedule {
   __device__ void read(int before) {
     int e = first + lane;
     end = e < p.groups ? p.ends[e] : 0;
-    start = (0 < e || p.continues) && e < p.groups ? p.ends[e - 1] : 0;
+    start = 0 < e && e < p.groups ? p.ends[e - 1] : 0;
     last = e < p.groups ? work(rows_of_d(end - start)) : 0;
     for (int i = 1; i < 32; i *= 2) {
       int left = __shfl_up_sync(~0u, last, i);

@@ -335,7 +335,7 @@ int start(Maps const& maps, GroupedProduct const& g, Gated const& gated, Scales 
   cudaError_t e = cudaFuncSetAttribute(product<KIND>, SHARED, sizeof(Shared<KIND>));
   if (e != cudaSuccess) return 3000 + int(e);
   auto* ends = static_cast<const int*>(g.ends);
-  Sizes sizes{ends, g.d, g.groups, g.rows, g.m, g.n, g.k, g.rank, gated, scales, g.continues != 0};
+  Sizes sizes{ends, g.d, g.groups, g.rows, g.m, g.n, g.k, g.rank, gated, scales};
   int blocks = g.sm_count < 2 ? 2 : g.sm_count / 2 * 2;  // whole clusters
   product<KIND><<<blocks, THREADS, sizeof(Shared<KIND>), g.stream>>>(maps, sizes);
   e = cudaGetLastError();

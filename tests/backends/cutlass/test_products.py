@@ -118,36 +118,6 @@ def test_multiply_adds(device, rows, rank, transpose, stored_transposed):
 
 
 @devices
-@pytest.mark.parametrize("rows", [ROWS["few"], ROWS["tiles"], ROWS["many"]])
-@pytest.mark.parametrize("kind", ("x_wt", "x_w", "activated"))
-def test_some_experts(device, rows, kind):
-    """A weight of those from one on: their rows alone are written, with the bits of all."""
-    (ends, experts), E, (N, K) = layout(rows, device), len(rows), SIZES[2]
-    w = torch.randn(E, N, K, device=device, dtype=BF16) / K**0.5
-    transpose, width = kind == "x_w", {"x_wt": N, "x_w": K, "activated": N // 2}[kind]
-    x = torch.randn(len(experts), N if transpose else K, device=device, dtype=BF16)
-    low = low_rank(E, len(experts), 16, K if transpose else N, transpose, device)
-    bias, of = torch.randn(E, N, device=device, dtype=BF16), activated(Activation("silu"))
-
-    def run(part: slice) -> torch.Tensor:
-        out = torch.full((len(x), width), torch.nan, device=device, dtype=BF16)
-        weight, added, first = w[part], (low[0], low[1][part]), part.start
-        if kind == "activated":
-            h = torch.full((len(x), N), torch.nan, device=device, dtype=BF16)
-            given = out, x, weight, ends, of, bias[part], h
-            products.activate_into(*given, added, spare=2, first=first)
-            return torch.cat((out, h), 1)
-        products.multiply_into(out, x, weight, ends, transpose, added, spare=2, first=first)
-        return out
-
-    whole = run(slice(0, E))
-    for part in (slice(0, 2), slice(1, E - 1), slice(E // 2, E)):
-        found, mine = run(part), (experts >= part.start) & (experts < part.stop)
-        assert torch.equal(found[mine], whole[mine])
-        assert found[~mine].isnan().all()
-
-
-@devices
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("M, N", [*SIZES, (192, 512)])
 def test_outer(device, rows, M, N):
