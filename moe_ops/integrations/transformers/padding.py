@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +26,35 @@ from moe_ops.integrations.transformers.warmup import runs_here
 
 ATTRIBUTE = "_moe_ops_batch"  # of routers, whose choice may be recorded
 
+# (names, row of `logits_processor_args` with the one of each request), see requests.py
+Adapters: TypeAlias = tuple[tuple[str, ...], int]
+
+
+class Forward(NamedTuple):
+    """A batch that may be padded, while the model's forward of it lasts."""
+
+    total: Tensor  # (), tokens
+    tokens: Tensor  # (T, 1) bool, whether a row is one of them
+    adapter_ids: Tensor | None  # (T,) int64 of the names of `Batch.adapters`, -1 for none
+
+
+def _thread() -> int:
+    """Whose forward it is; 0 in compiled code, which finds no thread: of threads that share a
+    model whose graphs break within its forward, one may run at a time.
+    """
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
 
 class Batch:
-    """What a model's layers know of the batch that its forward is given, if it may be padded."""
+    """What a model's layers know of the batches that its forward is given, one in each thread."""
 
     def __init__(self) -> None:
-        self.count: Any = None  # (), tokens; None between forwards, as the next two
-        self.tokens: Any = None  # (T, 1) bool, whether a row is one of them
-        # (names, row of `logits_processor_args` with the one of each request), see requests.py
-        self.adapters: tuple[tuple[str, ...], int] | None = None
-        self.adapter_ids: Any = None  # (T,) int64, -1 for none
+        self.adapters: Adapters | None = None
         self.manager: Any = None  # weak reference to that of `adapters`
-        self._thread = 0
+        self._forwards: dict[int, Forward] = {}
 
     def begin(self, lengths: Tensor, rows: int, arguments: Tensor | None) -> None:
-        """Keep it for this thread's forward.
+        """Keep what is known of this thread's batch until `end`.
 
         Args:
             lengths: (n + 1,) int32, 0 and where each request ends; the last ones may be empty.
@@ -48,26 +62,22 @@ class Batch:
             arguments: (processors, n) int32 of each request.
         """
         places = torch.arange(rows, dtype=lengths.dtype, device=lengths.device)
-        self.count = lengths[-1]
-        self.tokens = (places < self.count).unsqueeze(1)
-        if self.adapters is not None and arguments is not None:
+        total, adapters, ids = lengths[-1], self.adapters, None
+        tokens = (places < total).unsqueeze(1)
+        if adapters is not None and arguments is not None:
             of = torch.searchsorted(lengths[1:], places, right=True)
             of = of.clamp(max=lengths.shape[0] - 2)
-            of_requests = arguments[self.adapters[1]]
-            self.adapter_ids = torch.where(self.tokens[:, 0], of_requests[of], -1).long()
-        if not torch.compiler.is_compiling():
-            self._thread = threading.get_ident()
+            of_requests = arguments[adapters[1]]
+            ids = torch.where(tokens[:, 0], of_requests[of], -1).long()
+        self._forwards[_thread()] = Forward(total, tokens, ids)
 
     def end(self) -> None:
-        mine = torch.compiler.is_compiling() or self._thread in (0, threading.get_ident())
-        if self.count is not None and mine:
-            self.count = self.tokens = self.adapter_ids = None
+        self._forwards.pop(_thread(), None)
 
-    def holds(self, rows: int) -> bool:
-        """Whether a call of so many rows is one of the forward that began."""
-        if self.tokens is None or self.tokens.shape[0] != rows:
-            return False
-        return torch.compiler.is_compiling() or self._thread == threading.get_ident()
+    def of(self, rows: int) -> Forward | None:
+        """That of this thread, if its batch has so many rows."""
+        forward = self._forwards.get(_thread())
+        return forward if forward is not None and forward.tokens.shape[0] == rows else None
 
 
 def _begin(batch: Batch, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -86,11 +96,10 @@ def _leave_out(
     batch: Batch, layer: layers_of.Layer, module: HfModule, args: tuple
 ) -> tuple | None:
     """Before the forward of experts: their arguments, in which padding has ids of no expert."""
-    if len(args) < 2 or args[1].dim() != 2 or not batch.holds(args[1].shape[0]):
+    forward = batch.of(args[1].shape[0]) if len(args) > 1 and args[1].dim() == 2 else None
+    if forward is None or not runs_here(layer):  # others read a weight by any id
         return None
-    if not runs_here(layer):  # others read a weight by any id
-        return None
-    return (args[0], torch.where(batch.tokens, args[1], -1), *args[2:])
+    return (args[0], torch.where(forward.tokens, args[1], -1), *args[2:])
 
 
 def leave_out_padding(model: nn.Module) -> None:
@@ -122,10 +131,10 @@ def batch_in(model: nn.Module) -> Batch | None:
     return found[0] if found else None
 
 
-def batch_of(router: HfModule, rows: int) -> Batch | None:
+def forward_of(router: HfModule, rows: int) -> Forward | None:
     """What is known of a batch of so many rows that a router is called with."""
     batch = getattr(router, ATTRIBUTE, None)
-    return batch if batch is not None and batch.holds(rows) else None
+    return None if batch is None else batch.of(rows)
 
 
 def _pads(config: Any) -> bool:

@@ -253,9 +253,9 @@ def _record(
     rows, tokens = count + torch.arange(M, device=ids.device), M
     # the last row takes what there is no room for
     most = ids.shape[0] - 1
-    batch = padding.batch_of(module, M)
-    if batch is not None:  # and padding
-        rows, tokens = torch.where(batch.tokens[:, 0], rows, most), batch.count
+    forward = padding.forward_of(module, M)
+    if forward is not None:  # and padding
+        rows, tokens = torch.where(forward.tokens[:, 0], rows, most), forward.total
     ids.index_copy_(0, rows.clamp(max=most), chosen.to(torch.int32))
     begins.index_fill_(0, count.clamp(max=most).view(1), True)
     count.add_(tokens)

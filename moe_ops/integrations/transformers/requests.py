@@ -73,10 +73,10 @@ def _mix(
     batch: padding.Batch, wrapper: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]] | None:
     """Before a wrapper's forward: the adapters of tokens in the place of those of rows."""
-    if batch.adapters is None or batch.adapter_ids is None or not batch.holds(args[0].shape[0]):
+    forward, names = batch.of(args[0].shape[0]), batch.adapters
+    if names is None or forward is None or forward.adapter_ids is None:
         return None
-    names = adapters.OfTokens(batch.adapters[0], batch.adapter_ids)
-    return args, kwargs | {"adapter_names": names}
+    return args, kwargs | {"adapter_names": adapters.OfTokens(names[0], forward.adapter_ids)}
 
 
 def adapters_by_request(manager: Any) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -54,23 +56,23 @@ def model_of(family: str):
     return model
 
 
-def prompts():
+def prompts(lengths=LENGTHS):
     rng = torch.Generator().manual_seed(1)
-    return [torch.randint(1, 300, (n,), generator=rng).tolist() for n in LENGTHS]
+    return [torch.randint(1, 300, (n,), generator=rng).tolist() for n in lengths]
 
 
-def want_of(family: str, device: str = "cpu"):
+def want_of(family: str, device: str = "cpu", lengths=LENGTHS):
     model = copy.deepcopy(built(family)).to(device)
     model.set_experts_implementation("eager")
     found = []
-    for prompt in prompts():
+    for prompt in prompts(lengths):
         ids = torch.tensor([prompt], device=device)
         out = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
         found.append(out[0, len(prompt) :].tolist())
     return found
 
 
-def batched(model, padded: bool = True, compile_config=None, record=None):
+def batched(model, padded: bool = True, compile_config=None, record=None, lengths=LENGTHS):
     """Greedy tokens of all prompts, in batches that are padded to multiples of 64."""
     config = transformers.ContinuousBatchingConfig(
         num_blocks=8,
@@ -90,7 +92,7 @@ def batched(model, padded: bool = True, compile_config=None, record=None):
         manager.batch_processor.model_runner.pad_inputs = padded
         if padded and compile_config is None:
             padding.leave_out_padding(model)  # no graphs here, for which this would be done
-    names = manager.add_requests(prompts(), max_new_tokens=NEW)
+    names = manager.add_requests(prompts(lengths), max_new_tokens=NEW)
     manager.start()
     try:
         found = {}
@@ -133,6 +135,28 @@ def test_padding_reaches_no_expert(family, calls):
     model.set_attn_implementation("sdpa")
     model(torch.arange(64)[None])
     assert all(bool((ids >= 0).all()) for ids in calls) and len(calls) == layers
+
+
+def test_managers_in_two_threads(monkeypatch):
+    """Each leaves out its own padding: forwards wait for one another in every layer."""
+    model, barrier, rows = model_of("qwen3_moe"), threading.Barrier(2, timeout=60), {}
+    moe_transformers.attach(model)
+    own = activations.fused_experts
+
+    def fused_experts(x, w13, w2, weights, ids, **options):
+        barrier.wait()
+        rows.setdefault(threading.get_ident(), []).append(int((ids >= 0).all(1).sum()))
+        return own(x, w13, w2, weights, ids, **options)
+
+    monkeypatch.setattr(activations, "fused_experts", fused_experts)
+    both = LENGTHS, (20, 9)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda lengths: batched(model, lengths=lengths), both))
+    assert found == [want_of("qwen3_moe", lengths=lengths) for lengths in both]
+    steps = [[sum(lengths), *[len(lengths)] * (NEW - 1)] for lengths in both]
+    layers = SIZES["num_hidden_layers"]
+    want = [[n for n in of for _ in range(layers)] for of in steps]
+    assert sorted(rows.values()) == sorted(want)
 
 
 def test_the_record_has_the_tokens_alone():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -146,14 +144,3 @@ def test_one_manager_at_a_time(monkeypatch):
     monkeypatch.setattr(manager, "is_running", lambda: False)
     manager_of(model)
     assert batch.adapters is None
-
-
-def test_another_thread_ends_no_forward():
-    batch = padding.Batch()
-    batch.begin(torch.tensor([0, 3], dtype=torch.int32), 4, None)
-    other = threading.Thread(target=batch.end)
-    other.start()
-    other.join()
-    assert batch.holds(4)
-    batch.end()
-    assert not batch.holds(4)
