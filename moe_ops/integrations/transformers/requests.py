@@ -60,9 +60,16 @@ def _prepare(
     return arg_storage
 
 
-def _check(own: Callable, names: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+def _check(
+    own: Callable, batch: padding.Batch, mine: padding.Adapters, kwargs: dict[str, Any]
+) -> None:
     own(kwargs)
-    name = kwargs.get("adapter", adapters.BASE)
+    if batch.adapters is not mine:
+        raise ValueError(
+            "manager must be the last that its model made, got an earlier one, whose requests "
+            "name no adapters any more; add requests to the last"
+        )
+    names, name = mine[0], kwargs.get("adapter", adapters.BASE)
     if name not in (*names, adapters.BASE):
         raise ValueError(
             f"adapter must be among {', '.join(names)} and {adapters.BASE}, got {name!r}"
@@ -97,13 +104,25 @@ def adapters_by_request(manager: Any) -> tuple[str, ...]:
         The names of the adapters.
 
     Raises:
-        ValueError: the manager has begun; or the model has no adapters on experts, has them on
-            other modules too, for which nothing can tell a batch's requests apart, has merged or
+        ValueError: the manager has begun, was given before, or was made before another of the
+            same model that was given; or the model has no adapters on experts, has them on other
+            modules too, for which nothing can tell a batch's requests apart, has merged or
             disabled them, or was not attached.
     """
     model, processors = manager.model, manager.logit_processor
+    if any([isinstance(p, _Carrier) for p in processors.logits_processor]):
+        raise ValueError(
+            "manager must be given once, got one whose requests name their adapters already; "
+            "add requests to it, or call init_continuous_batching for a new one"
+        )
     if manager.batch_processor is not None:
         raise ValueError("manager must not be warmed up or started, got one that is")
+    batch = padding.batch_in(model)
+    if batch is not None and batch.manager is not None and batch.manager() is not None:
+        raise ValueError(
+            "manager must be the last that its model made, got an earlier one while requests of "
+            "another name their adapters; stop that one and call init_continuous_batching anew"
+        )
     wrappers = [w for _, w in adapters.wrappers_of(model, layers_of.find(model))]
     if not wrappers:
         raise ValueError(
@@ -152,8 +171,9 @@ def adapters_by_request(manager: Any) -> tuple[str, ...]:
     processors.prepare_tensor_args = functools.partial(
         _prepare, processors.prepare_tensor_args, carrier, row
     )
-    processors.check_kwargs = functools.partial(_check, processors.check_kwargs, names)
-    batch.adapters, batch.manager = (names, row), weakref.ref(manager)
+    mine = batch.adapters = (names, row)
+    batch.manager = weakref.ref(manager)
+    processors.check_kwargs = functools.partial(_check, processors.check_kwargs, batch, mine)
     # a prompt's keys and values depend on the adapter
     manager.continuous_batching_config.allow_block_sharing = False
     manager._use_prefix_sharing = False

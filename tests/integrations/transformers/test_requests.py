@@ -144,3 +144,22 @@ def test_one_manager_at_a_time(monkeypatch):
     monkeypatch.setattr(manager, "is_running", lambda: False)
     manager_of(model)
     assert batch.adapters is None
+
+
+def test_asked_twice():
+    """It is refused before anything is done, and the requests that name adapters still may."""
+    earlier, manager = manager_of(model := adapted()), manager_of(model)
+    ask = moe_transformers.adapters_by_request
+    names = ask(manager)
+    batch = padding.batch_in(model.get_base_model())
+    before = batch.adapters, list(manager.logit_processor.logits_processor)
+    with pytest.raises(ValueError, match="must be given once, got one whose requests name"):
+        ask(manager)
+    with pytest.raises(ValueError, match=r"an earlier one .*; stop that one and call init_cont"):
+        ask(earlier)
+    assert (batch.adapters, list(manager.logit_processor.logits_processor)) == before
+    assert not earlier.logit_processor.logits_processor
+    manager.logit_processor.check_kwargs({"adapter": names[1]})
+    assert ask(manager_of(model)) == names
+    with pytest.raises(ValueError, match="name no adapters any more; add requests to the last"):
+        manager.logit_processor.check_kwargs({})
