@@ -123,8 +123,9 @@ def activate_units(
     act, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Activate GROUPS units from `begin` on, out of those of `pairs` pairs. A unit is 128 columns
-    of a pair, and `row` (GROUPS,) holds the units' rows.
+    of a pair, and `row` (GROUPS,) holds the units' rows, whose experts are not known here.
     """
+    tl.static_assert(act[6] != BY_EXPERT, "parameters by expert want rows of known experts")
     unit = begin + tl.arange(0, GROUPS)
     pair, group = unit // (I // 128), unit % (I // 128)
     ok = (row >= 0)[:, None]
