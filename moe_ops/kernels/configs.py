@@ -14,7 +14,8 @@ from moe_ops.meta.workspace import cdiv, minimum
 from moe_ops.schemes import ELEMENT_FORMATS
 
 GROUP_M = 16  # blocks that use one weight tile in turn, while it is in L2
-MOST_SHARES = 8  # programs that share the columns of a sum in `gemm/token_adapters.py`
+MOST_SHARES = 8  # programs that share the columns of a sum of an adapter
+PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
 SMALLEST_BLOCK_M = 16  # tokens: the fewest of a tensor-core instruction of the kernels in `gemm`
 SM80_MMA, SM90_TMA, SM90_WGMMA, GEMV = "sm80_mma", "sm90_tma", "sm90_wgmma", "gemv"
 SM90_MMA = "sm90_mma"  # one token
@@ -80,6 +81,11 @@ def pairs_here(pairs: int, experts: int, routed: int) -> int:
     here, of experts that are on several devices. `routed` 0: all are here.
     """
     return cdiv(pairs * experts, routed) if routed else pairs
+
+
+def pair_bucket(pairs: int) -> int:
+    """The least of PAIR_BUCKETS that is >= `pairs`, 0 if there is none."""
+    return next((most for most in PAIR_BUCKETS if pairs <= most), 0)
 
 
 def sort_chunk(rows: int) -> int:

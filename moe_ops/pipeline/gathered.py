@@ -78,6 +78,7 @@ class GatheredProducts(NamedTuple):
     routing: Routing
     y: Output  # of the second: y (split_k, S, K) in the order of pairs, or `out` of batches
     split_k: int = 1  # programs that share a sum
+    summed: Launch | None = None  # in place of the sum of y over a token's rows
 
 
 def placed(a: AnyArgs, E: int, config: LayerConfig, gpu: Gpu, unsorted: bool = False) -> Placed:
@@ -152,9 +153,9 @@ def run_layer(
             for part in parts:
                 launch.run(products(part, shared).first, device, gpu)
     for part in parts:
-        first, second, routing, y, split_k = products(part, shared)
+        first, second, routing, y, split_k, last = products(part, shared)
         if isinstance(part, ExpertsArgs):
-            second.append(summed(part, y.data, routing, gpu, split_k))
+            second.append(last or summed(part, y.data, routing, gpu, split_k))
         launch.run(first + second, device, gpu)
 
 
@@ -195,6 +196,13 @@ def weights_on_input(a: ExpertsArgs) -> RouterWeights:
     """The router weights that scale the input, or none."""
     on_input = a.options.router_weight_on_input
     return router_weights(a.topk_weights) if on_input else NO_ROUTER_WEIGHTS
+
+
+def weights_on_output(a: AnyArgs) -> RouterWeights:
+    """The router weights that scale the terms of a token's sum, or none."""
+    if isinstance(a, BatchedExpertsArgs) or a.options.router_weight_on_input:
+        return NO_ROUTER_WEIGHTS
+    return router_weights(a.topk_weights)
 
 
 def amax_of(a: AnyArgs, shared: Shared, gpu: Gpu) -> Launch:

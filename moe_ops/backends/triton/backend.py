@@ -294,7 +294,8 @@ def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
 
 def adapter_elements(M: int, problem: Problem, ranks: tuple[int, int]) -> int:
     """fp32 elements of the workspace of adapters of tokens: those that are made narrow, a few sums
-    of each, and what is added before the activation (kernels/gemm/token_adapters.py).
+    of each, and what is added before the activation (kernels/gemm/token_adapters.py and
+    pair_adapters.py there).
     """
     pairs = M * problem.top_k
     added = cdiv(pairs * problem.num_rows * problem.dtype.itemsize, 4) if ranks[0] else 0

@@ -19,6 +19,7 @@ from moe_ops.kernels.activation import Activated, activated, activated_by_expert
 from moe_ops.kernels.configs import GEMV, SM90_TMA, LayerConfig
 from moe_ops.kernels.gemm import gemv, sm80_mma, sm90_tma
 from moe_ops.kernels.gemm.operands import Output, Scaling, Weight, bias_of, scaling_of, weight_of
+from moe_ops.kernels.gemm.pair_adapters import Summed
 from moe_ops.kernels.gemm.token_adapters import NOTHING_ADDED, AdapterProducts, Where
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.place.routing import sorted_rows
@@ -36,6 +37,7 @@ from moe_ops.pipeline.gathered import (
     placed,
     run_in_passes,
     run_layer,
+    weights_on_output,
     y_of,
 )
 
@@ -124,10 +126,12 @@ def _products(
     y = y_of(a, p.h_rows, K, dtype if a.options.batch_invariant else torch.float32)
     of_adapters = NOTHING_ADDED
     if adapted is not None:
-        where = Where(p.h_rows, p.routing, config.block_m, gpu)
-        N = w13.data.shape[1]
-        of_adapters = adapted.around(a.hidden_states, p.on_input, N, dtype, h, y, where)
-        before = [*before, *of_adapters.before]
+        where = Where(p.h_rows, p.routing, config.block_m, gpu, not before)
+        of_adapters = adapted.around(
+            *(a.hidden_states, p.on_input, w13.data.shape[1], dtype, h, y),
+            *(Summed(a.out, weights_on_output(a)), where),
+        )
+        before = [*before, *of_adapters.beside, *of_adapters.before]
     b13, b2, routing, block_m = bias_of(a.w13_bias), bias_of(a.w2_bias), p.routing, config.block_m
     if config.kernel == SM90_TMA:
         gemm1 = sm90_tma.gemm1(h, x, w13, b13, routing, on_input, activation, first, config, gpu)
@@ -139,7 +143,7 @@ def _products(
         )  # fmt: skip
         gemm2 = sm80_mma.gemm2(y, h, w2, b2, routing, scaling, config.gemm2, block_m, gpu)
     second = [*of_adapters.between, gemm2, *of_adapters.after]
-    return GatheredProducts([*before, gemm1], second, routing, y)
+    return GatheredProducts([*before, gemm1], second, routing, y, summed=of_adapters.summed)
 
 
 def _weights(a: AnyArgs, gpu: Gpu) -> tuple[Weight, Weight]:

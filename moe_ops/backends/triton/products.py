@@ -16,7 +16,8 @@ from torch import Tensor
 from moe_ops.kernels import launch
 from moe_ops.kernels.activation import Activated
 from moe_ops.kernels.configs import GEMV, SM90_MMA, SM90_PACKED, SM90_WGMMA, LayerConfig
-from moe_ops.kernels.gemm.token_adapters import NOTHING_ADDED, AdapterProducts, InChunks, Where
+from moe_ops.kernels.gemm.pair_adapters import InChunks, Summed
+from moe_ops.kernels.gemm.token_adapters import NOTHING_ADDED, AdapterProducts, Where
 from moe_ops.kernels.launch import Gpu, Launch
 from moe_ops.kernels.mixed_gemm import configs, gemv, packed, sm80_mma
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand
@@ -44,6 +45,7 @@ from moe_ops.pipeline.gathered import (
     parts_of,
     placed,
     run_layer,
+    weights_on_output,
     y_of,
 )
 
@@ -126,25 +128,28 @@ class MixedLayer(NamedTuple):
         y, how = y_of(a, p.h_rows, w2.N, torch.float32), (config.block_m, gpu)
         of_adapters = NOTHING_ADDED
         if adapted is not None:
-            where = Where(p.h_rows, p.routing, config.block_m, gpu)
+            where = Where(p.h_rows, p.routing, config.block_m, gpu, not before)
             written = Input(h.written, 0, w2.K, 1)
             of_adapters = adapted.around(
-                a.hidden_states, p.on_input, w13.N, a.dtype, written, y, where
+                *(a.hidden_states, p.on_input, w13.N, a.dtype, written, y),
+                *(Summed(a.out, weights_on_output(a)), where),
             )
         gemm1 = sm80_mma.gemm1(
             *(h.written, h.amax, x, w13, p.routing, on_input, activation, config.gemm1, *how),
             of_adapters.added,
         )
         gemm2 = sm80_mma.gemm2(y, h.read, w2, p.routing, config.gemm2, *how)
+        first = [*before, *of_adapters.beside, *of_adapters.before, gemm1]
         second = [*of_adapters.between, *h.launches, gemm2, *of_adapters.after]
-        return GatheredProducts([*before, *of_adapters.before, gemm1], second, p.routing, y)
+        return GatheredProducts(first, second, p.routing, y, summed=of_adapters.summed)
 
     def wgmma(self, a: ExpertsArgs, _: Shared | None = None) -> GatheredProducts:
         """Products of weights of 4 and 8 bits by mixed_gemm/sm90_wgmma.py."""
         w13, w2, activation, rounding, config, gpu, split_k, adapted = self
         pairs, K, block_m = a.topk_ids.numel(), w2.N, config.block_m
         E = a.num_experts if a.options.slots else w2.E
-        routed = adapted is not None  # kernels of adapters read the table of blocks
+        # kernels of adapters read the table of blocks, but those by pair
+        routed = adapted is not None and not adapted.by_pair(pairs)
         unsorted = configs.max_unsorted_pairs(pairs, E) > 0 and not routed
         p = placed(a, E, config, gpu, unsorted)
         x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
@@ -167,7 +172,7 @@ class MixedLayer(NamedTuple):
         # Rounded where a program has all of a sum: half the bytes to write and read.
         rounds = split_k == 1 and (a.options.batch_invariant or a.out.dtype == torch.bfloat16)
         rounds = rounds and a.dtype == torch.bfloat16  # fp16 holds no sum above 65504
-        rounds = rounds and adapted is None  # whose part is added to y
+        rounds = rounds and not routed  # what adapters add is added to y
         y = y_of(a, split_k * pairs, K, torch.bfloat16 if rounds else torch.float32)
         of_pairs = kernels.pair_routing(p.routing, pairs)
         # For few pairs `permute_tokens` writes before gdc_wait, so that no launch before it may
@@ -175,17 +180,24 @@ class MixedLayer(NamedTuple):
         # that no launch of this layer may write ids.
         of_adapters = NOTHING_ADDED
         if adapted is not None:
-            where, written = Where(pairs, p.routing, block_m, gpu), Input(h.written, 0, I, 1)
+            where, written = (
+                Where(pairs, p.routing, block_m, gpu, False),
+                Input(h.written, 0, I, 1),
+            )
             bits = w13.wgmma_format.x_bits
             chunks = InChunks(w2.k_chunk, w2.format.bits, bits, w2.K % w2.k_chunk > 0)
             of_adapters = adapted.around(
-                a.hidden_states, p.on_input, w13.N, a.dtype, written, y, where, chunks
+                *(a.hidden_states, p.on_input, w13.N, a.dtype, written, y),
+                *(Summed(a.out, weights_on_output(a), split_k), where, chunks),
             )
+        permuting = kernels.permute_tokens(
+            *(permuted, x, w13, of_pairs, before, rounding, x_scale, block_m, gpu, routed)
+        )
+        begin, *rest = [*p.table(gpu), permuting]
         first = [
-            *p.table(gpu),
-            kernels.permute_tokens(
-                *(permuted, x, w13, of_pairs, before, rounding, x_scale, block_m, gpu, routed)
-            ),
+            begin,
+            *of_adapters.beside,
+            *rest,
             *of_adapters.before,
             kernels.gemm1(
                 *(h.written, permuted, w13, w2, of_pairs, on_input, activation),
@@ -197,7 +209,7 @@ class MixedLayer(NamedTuple):
             *(h.read.scale, routed),
         )
         second = [*of_adapters.between, *h.launches, gemm2, *of_adapters.after]
-        return GatheredProducts(first, second, p.routing, y, split_k)
+        return GatheredProducts(first, second, p.routing, y, split_k, of_adapters.summed)
 
     def packed(self, a: ExpertsArgs) -> list[Launch]:
         """All launches by mixed_gemm/sm90_packed.py, whose products read rows that are sorted

@@ -64,6 +64,29 @@ def local_expert(
 
 
 @triton.jit
+def sorted_position(
+    pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+    MAX_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Of one of at most MAX_PAIRS (token, expert) pairs: (its expert, -1 if this rank does not
+    hold it; how many pairs experts before it have; how many of its own come before it, and in
+    all). One reduction computes three counts.
+    """
+    tl.static_assert(MAX_PAIRS < 1024)
+    other = tl.arange(0, MAX_PAIRS)
+    experts = local_expert(
+        ids_ptr, map_ptr, other, other < S, E, num_ids, top_k,
+        ids_stride_m, ids_stride_k, map_stride,
+    )  # fmt: skip
+    e = tl.sum(tl.where(other == pair, experts, 0))
+    same = (experts == e).to(tl.int32)
+    less = (experts >= 0) & (experts < e)
+    before = tl.where(other < pair, same, 0)
+    counts = tl.sum(less.to(tl.int32) + (same << 10) + (before << 20))
+    return e, counts & 1023, counts >> 20, counts >> 10 & 1023
+
+
+@triton.jit
 def block_rows(
     index_ptr,
     ids_ptr,

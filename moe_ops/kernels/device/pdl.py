@@ -19,8 +19,9 @@ def gdc_launch_dependents(PDL: tl.constexpr):
     GEMMs written in Triton execute it after their mainloop, because programs that start earlier
     would hold shared memory while they wait. The GEMMs of mixed_gemm/sm90_wgmma.py, and the kernel
     that rounds h to e4m3 between them, execute it first: their dependents prefetch weights into
-    shared memory before they wait. So does GEMM1 of mixed_gemm/sm90_mma.py, which is the first of
-    its call and never launched early.
+    shared memory before they wait. So do the kernels of gemm/pair_adapters.py that make rows
+    narrow, of which one is between the GEMMs, and GEMM1 of mixed_gemm/sm90_mma.py, which is the
+    first of its call and never launched early.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -35,12 +36,12 @@ def gdc_wait(PDL: tl.constexpr):
     (except in kernels that read nothing of their predecessor). So while a kernel runs, all kernels
     before its direct predecessor have ended.
 
-    Where kernels of mixed_gemm/sm90_wgmma.py execute gdc_launch_dependents first, this holds only
-    after gdc_wait. The GEMMs read the table of blocks before gdc_wait: it was complete when GEMM1
-    started. For few pairs they instead read ids, which are older than the layer, for their first
-    tile, and the table and the order only after gdc_wait, or after what the producer copies then
-    has come: `permute_tokens` writes them together with the rows. Tiles taken are counted after
-    gdc_wait alone.
+    Where kernels of mixed_gemm/sm90_wgmma.py and gemm/pair_adapters.py execute
+    gdc_launch_dependents first, this holds only after gdc_wait. The GEMMs read the table of blocks
+    before gdc_wait: it was complete when GEMM1 started. For few pairs they instead read ids, which
+    are older than the layer, for their first tile, and the table and the order only after
+    gdc_wait, or after what the producer copies then has come: `permute_tokens` writes them
+    together with the rows. Tiles taken are counted after gdc_wait alone.
     """
     if PDL:
         cuda.gdc_wait()

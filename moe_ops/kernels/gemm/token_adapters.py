@@ -1,5 +1,6 @@
-"""Products with the low-rank adapters of tokens, of which each may have another one: the rows of a
-block of one expert take theirs one after the other. Imported at first launch only.
+"""Products with the low-rank adapters of tokens, of which each may have another one: of few pairs
+by pair_adapters.py, else the rows of a block of one expert take theirs one after the other.
+Imported at first launch only.
 
 What they read is that of the adapters that rows of the block have, so that memory decides how long
 they take. With few blocks, programs share the columns of a sum.
@@ -26,6 +27,17 @@ from moe_ops.kernels.device.interpreter import INTERPRET
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
 from moe_ops.kernels.device.permutation import column_in_chunks
 from moe_ops.kernels.gemm.operands import Output
+from moe_ops.kernels.gemm.pair_adapters import (
+    IN_ORDER,
+    MOST_PAIRS,
+    MOST_RANK,
+    InChunks,
+    PairProducts,
+    RowAdapters,
+    Summed,
+    adapters_of,
+    sum_of_parts,
+)
 from moe_ops.kernels.launch import (
     Constant,
     Gpu,
@@ -49,15 +61,6 @@ FEW_ROWS = 64  # of a block, up to which four warps hold a tile in registers
 
 
 @unprefixed
-class RowAdapters(NamedTuple):
-    """The adapters of tokens."""
-
-    adapter: Pointer  # (M,)
-    adapter_stride: Specialized
-    n: Runtime
-
-
-@unprefixed
 class RowsTile(NamedTuple):
     """Sizes, and how much of each a program takes at a time."""
 
@@ -68,28 +71,6 @@ class RowsTile(NamedTuple):
     BLOCK_M: Constant
     BLOCK_W: Constant
     BLOCK_R: Constant
-
-
-@unprefixed
-class InChunks(NamedTuple):
-    """Rows whose columns are permuted in chunks for mixed_gemm/sm90_wgmma.py; K_CHUNK 0: not."""
-
-    K_CHUNK: Constant
-    W_BITS: Constant
-    X_BITS: Constant
-    TAIL: Constant
-
-
-IN_ORDER = InChunks(0, 0, 0, False)
-
-
-@triton.jit
-def adapters_of(adapter_ptr, adapter_stride, n, token, ok):
-    """The adapter of each token, n for one without. Numbers are checked before they are narrowed
-    to int32.
-    """
-    adapter = tl.load(adapter_ptr + token * adapter_stride, mask=ok, other=-1)
-    return tl.where((adapter >= 0) & (adapter < n), adapter, n).to(tl.int32)
 
 
 @triton.jit
@@ -226,11 +207,10 @@ def sum_of_shares(ptrs, stride, mask, SHARES: tl.constexpr):
     """Parts of sums, added in their order. Those of a large tile are loaded one after the other:
     all of them at once take more registers than there are.
     """
-    total = tl.zeros(ptrs.shape, tl.float32)
     if ptrs.shape[0] * ptrs.shape[1] <= MOST_AT_ONCE:
-        for share in tl.static_range(SHARES):
-            total += tl.load(ptrs + share * stride, mask=mask, other=0.0)
+        total = sum_of_parts(ptrs, stride, mask, SHARES)
     else:
+        total = tl.zeros(ptrs.shape, tl.float32)
         for share in tl.range(0, SHARES, num_stages=1):
             total += tl.load(ptrs + share * stride, mask=mask, other=0.0)
     return total
@@ -336,9 +316,11 @@ class Around(NamedTuple):
     """What adapters do around the products of a layer."""
 
     added: Tensor | None = None  # (pairs, N), added before the activation, at blocks' positions
+    beside: Sequence[Launch] = ()  # the kernels that place rows: they read none of theirs
     before: Sequence[Launch] = ()  # the product with w13
     between: Sequence[Launch] = ()  # both products: they read h
     after: Sequence[Launch] = ()  # the product with w2: they add to y
+    summed: Launch | None = None  # in place of the layer's last launch
 
 
 NOTHING_ADDED = Around()
@@ -351,6 +333,7 @@ class Where(NamedTuple):
     routing: Routing
     block_m: int
     gpu: Gpu
+    begins: bool  # no launch of the layer is before those of adapters
 
 
 class AdapterProducts(NamedTuple):
@@ -358,6 +341,10 @@ class AdapterProducts(NamedTuple):
 
     adapters: TokenAdapters
     workspace: Tensor
+
+    def by_pair(self, pairs: int) -> bool:
+        """Whether the kernels of pair_adapters.py run, which read no table of blocks."""
+        return pairs <= MOST_PAIRS and max(self.adapters.ranks) <= MOST_RANK
 
     def around(
         self,
@@ -367,23 +354,44 @@ class AdapterProducts(NamedTuple):
         dtype: torch.dtype,  # of what is added
         h: Input,  # (pairs, I) at the blocks' positions
         y: Output,  # (pairs, K), in the order of pairs
+        summed: Summed,
         where: Where,
         chunks: InChunks = IN_ORDER,  # of h
     ) -> Around:
         """The launches of a layer, or of a part of it."""
         a13, b13, a2, b2, *_ = self.adapters
-        found, pairs = NOTHING_ADDED, where.pairs
+        found, pairs, rows = NOTHING_ADDED, where.pairs, rows_of(tokens)
+        h = h if h.data.dtype.itemsize == 1 else h._replace(scale=None, partials=1)
         if a13 is not None and b13 is not None:
             start = MOST_SHARES * pairs * max(self.adapters.ranks)
             added = flat(self.workspace[start:], dtype, pairs * N)
-            narrow, shares = self._narrow(rows_of(tokens), a13, on_input, True, IN_ORDER, where)
-            widen = self._widen(Output(added, 0, N, 1), b13, shares, False, where)
-            found = found._replace(added=added, before=(narrow, widen))
+            to = Output(added, 0, N, 1)
+            if self.by_pair(pairs):
+                by_pair, columns = self._of_pairs(a13, b13, where)
+                beside = by_pair.narrow(rows, on_input, True, IN_ORDER, columns, not where.begins)
+                found = Around(added, beside=(beside,), before=(by_pair.widen(to),))
+            else:
+                narrow, shares = self._narrow(rows, a13, on_input, True, IN_ORDER, where)
+                found = Around(added, before=(narrow, self._widen(to, b13, shares, False, where)))
         if a2 is not None and b2 is not None:
+            if self.by_pair(pairs):
+                by_pair, columns = self._of_pairs(a2, b2, where)
+                narrow = by_pair.narrow(h, NO_ROUTER_WEIGHTS, False, chunks, columns, False)
+                last = by_pair.combine(y.data, summed)
+                return found._replace(between=(narrow,), summed=last)
             narrow, shares = self._narrow(h, a2, NO_ROUTER_WEIGHTS, False, chunks, where)
             widen = self._widen(y, b2, shares, True, where)
             found = found._replace(between=(narrow,), after=(widen,))
         return found
+
+    def _of_pairs(self, a: Tensor, b: Tensor, where: Where) -> tuple[PairProducts, int]:
+        """(Products with the adapters of a weight by pair, columns of a share)."""
+        pairs, routing, _, gpu, _ = where
+        W = a.shape[3]
+        columns = columns_of_share(W, pairs, gpu)
+        of_rows, scales = self._of_rows(), self.adapters.scales
+        shared = (of_rows, self.workspace, routing, pairs, cdiv(W, columns), gpu)
+        return PairProducts(a, b, scales, *shared), columns
 
     def _narrow(
         self,
@@ -395,12 +403,12 @@ class AdapterProducts(NamedTuple):
         where: Where,
     ) -> tuple[Launch, int]:
         """(x made narrow, how many shares of the columns are summed apart)."""
-        (_, _, R, W), (pairs, routing, block_m, gpu) = a.shape, where
+        (_, _, R, W), (pairs, routing, block_m, gpu, _) = a.shape, where
         columns = columns_of_share(W, routing.num_blocks, gpu)
         shares, tile = cdiv(W, columns), _tile(pairs, W, R, block_m)
         args = NarrowByAdapter(
             u=self.workspace,
-            x=x if x.data.dtype.itemsize == 1 else x._replace(scale=None, partials=1),
+            x=x,
             matrix=a,
             adapters=self._of_rows(),
             scale=self.adapters.scales,
@@ -423,7 +431,7 @@ class AdapterProducts(NamedTuple):
         adds: bool,
         where: Where,
     ) -> Launch:
-        (_, _, W, R), (pairs, routing, block_m, gpu) = b.shape, where
+        (_, _, W, R), (pairs, routing, block_m, gpu, _) = b.shape, where
         tile = _tile(pairs, W, R, block_m)
         args = WidenByAdapter(
             y=y,
@@ -445,12 +453,13 @@ class AdapterProducts(NamedTuple):
         return RowAdapters(ids, ids.stride(0), self.adapters.scales.shape[0])
 
 
-def columns_of_share(W: int, num_blocks: int, gpu: Gpu) -> int:
-    """Columns of a sum that a program takes: so few that programs fill the GPU four times, if
-    MOST_SHARES suffice. Kernels are compiled for the number of shares, of which there are few.
+def columns_of_share(W: int, programs: int, gpu: Gpu) -> int:
+    """Columns of a sum that one of those takes who share it: so few that programs fill the GPU
+    four times, if MOST_SHARES suffice. Kernels are compiled for the number of shares, of which
+    there are few.
     """
     shares = 1
-    while shares < MOST_SHARES and shares * num_blocks < 4 * gpu.multiprocessors:
+    while shares < MOST_SHARES and shares * programs < 4 * gpu.multiprocessors:
         shares *= 2
     return round_up(cdiv(W, shares), BLOCK_W)
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from moe_ops import environment
-from moe_ops.kernels.configs import LEVELS, GemmConfig, LayerConfig
+from moe_ops.kernels.configs import LEVELS, PAIR_BUCKETS, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import INTERPRETED, Gpu
 from moe_ops.kernels.mixed_gemm.operands import MixedOperand
 from moe_ops.meta.workspace import cdiv, maximum, minimum, round_up
@@ -30,7 +30,6 @@ SCALED_SUMS = 32  # BLOCK_M up to which int4 with bf16 scales and zero points ha
 FEW_STEPS = 8  # K tiles of a program of GEMM2 that is short
 GROUP_BYTES = 24 << 20  # of rows of x that the L2 (50 MB) keeps
 SHORT_ROWS = 2048  # columns, up to which half of them is faster
-PAIR_BUCKETS = (64, 512)  # up to so many pairs, every program reads the ids of all
 MAX_TOP_K = 16  # experts of a token of sm90_mma.py
 ALIGNMENT = 64  # elements of h before the same with permuted columns, whose address TMA takes
 
@@ -139,11 +138,6 @@ def blocks_together(block_m: int, K: int) -> int:
         return 0
     group = GROUP_BYTES if K > SHORT_ROWS else GROUP_BYTES // 2
     return max(4, group // (2 * block_m * K))
-
-
-def pair_bucket(pairs: int) -> int:
-    """The least of PAIR_BUCKETS that is >= `pairs`, 0 if there is none."""
-    return next((most for most in PAIR_BUCKETS if pairs <= most), 0)
 
 
 def max_unsorted_pairs(pairs: int, experts: int) -> int:

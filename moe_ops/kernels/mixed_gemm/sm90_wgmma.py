@@ -29,15 +29,15 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.activation import Activated
-from moe_ops.kernels.configs import GemmConfig
+from moe_ops.kernels.configs import GemmConfig, pair_bucket
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import (
     BLOCKS_WITH_COUNTERS,
     MAX_PACKED,
     TAKEN1,
     TAKEN2,
-    local_expert,
     pack_block,
+    sorted_position,
 )
 from moe_ops.kernels.device.e4m3 import (
     clamp,
@@ -68,7 +68,6 @@ from moe_ops.kernels.mixed_gemm.configs import (
     FORMATS,
     blocks_together,
     max_unsorted_pairs,
-    pair_bucket,
 )
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
@@ -129,29 +128,6 @@ def permute_columns(x, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr, X_BITS: tl.c
     else:
         x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 16, 2, 2).permute(0, 2, 4, 1, 3)
     return x.reshape(N)
-
-
-@triton.jit
-def sorted_position(
-    pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
-    MAX_PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Of one of at most MAX_PAIRS (token, expert) pairs: (its expert, -1 if this rank does not
-    hold it; how many pairs experts before it have; how many of its own come before it, and in
-    all). One reduction computes three counts.
-    """
-    tl.static_assert(MAX_PAIRS < 1024)
-    other = tl.arange(0, MAX_PAIRS)
-    experts = local_expert(
-        ids_ptr, map_ptr, other, other < S, E, num_ids, top_k,
-        ids_stride_m, ids_stride_k, map_stride,
-    )  # fmt: skip
-    e = tl.sum(tl.where(other == pair, experts, 0))
-    same = (experts == e).to(tl.int32)
-    less = (experts >= 0) & (experts < e)
-    before = tl.where(other < pair, same, 0)
-    counts = tl.sum(less.to(tl.int32) + (same << 10) + (before << 20))
-    return e, counts & 1023, counts >> 20, counts >> 10 & 1023
 
 
 @unprefixed

@@ -22,9 +22,11 @@ from tests.support.cases import BF16, FP32, Case, assert_matches, tolerance
 
 pytest.importorskip("triton")
 
+from moe_ops.kernels.gemm import token_adapters
 from moe_ops.kernels.gemm.operands import Output
-from moe_ops.kernels.gemm.token_adapters import AdapterProducts, InChunks, Where
-from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, route_pairs
+from moe_ops.kernels.gemm.pair_adapters import InChunks, Summed
+from moe_ops.kernels.gemm.token_adapters import AdapterProducts, Where
+from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, route_pairs, router_weights
 from moe_ops.kernels.place.sort import route, sort_into
 
 CUDA = torch.cuda.is_available()
@@ -40,13 +42,23 @@ everywhere = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(params=["pairs", "blocks"])
+def each_way(request, monkeypatch):
+    """Pair by pair, as calls of few pairs run, and by blocks, as others do."""
+    if request.param == "blocks":
+        monkeypatch.setattr(token_adapters, "MOST_PAIRS", 0)
+    return request.param
+
+
 @everywhere
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
 def test_plain_weights(where, activation):
     check(Case(*where, activation=activation, M=11, top_k=3), backend="triton")
 
 
 @everywhere
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -60,6 +72,7 @@ def test_quantized_weights(where, scheme):
 
 
 @everywhere
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(
     "options",
     [
@@ -79,6 +92,7 @@ def test_options(where, options, scheme):
 
 
 @everywhere
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("scheme", ["fp8_block", "fp8_block:ue8m0"])
 @pytest.mark.parametrize("M", [3, 24], ids=["h in fp32", "h in e4m3"])
 def test_groups_of_columns_that_share_a_scale(where, scheme, M):
@@ -86,18 +100,21 @@ def test_groups_of_columns_that_share_a_scale(where, scheme, M):
 
 
 @everywhere
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("ranks", [(1, 2), (16, 8, 3), (17, 70), (130, 40)], ids=str)
 def test_every_rank(where, ranks):
     check(Case(*where, M=6), ranks, backend="triton")
 
 
 @everywhere
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("of", [("a13", "b13"), ("a2", "b2")], ids=str)
 def test_one_weight_alone(where, of):
     check(Case(*where, M=9), backend="triton", of=of)
 
 
 @everywhere
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's products
 @pytest.mark.parametrize("name", MATRICES)
 def test_an_adapter_that_is_not_finite_is_its_tokens_alone(where, name):
@@ -106,6 +123,7 @@ def test_an_adapter_that_is_not_finite_is_its_tokens_alone(where, name):
 
 
 @everywhere
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("seed", range(12))
 def test_any_mixture(where, seed):
     g = torch.Generator().manual_seed(seed)
@@ -203,6 +221,7 @@ def test_one_cuda_graph_for_all_mixtures(scheme):
 
 
 @everywhere
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("I", [128, 160], ids=["whole", "tail"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("block_m", "r"), [(8, 4), (64, 40)], ids=["few rows", "many rows"])
@@ -229,19 +248,26 @@ def test_columns_permuted_in_chunks(where, I, bits, block_m, r):  # noqa: E741
     stored = torch.where(columns >= 0, h[:, columns.clamp(min=0)], 0)
     space = torch.full((8 * S * r,), float("nan"), device=device)
     adapted = AdapterProducts(TokenAdapters(None, None, a2, b2, scales, ids), space)
-    y = normal(S, K).float()
+    y, weights = normal(S, K).float(), torch.rand(M, top_k, generator=g).to(device)
+    out = torch.full((M, K), float("nan"), device=device)
     want = y.double()
     around = adapted.around(
         *(normal(M, K), NO_ROUTER_WEIGHTS, 0, dtype, rows_of(stored), Output(y, 0, K, 1)),
-        Where(S, routing, block_m, gpu),
+        *(Summed(out, router_weights(weights)), Where(S, routing, block_m, gpu, False)),
         InChunks(chunk, bits, 16, I % chunk > 0),
     )
-    launches = [route(routing, sort_into(block_m, S, E, 64), gpu)]
-    launch.run([*launches, *around.between, *around.after], h.get_device(), gpu)
+    launches = [route(routing, sort_into(block_m, S, E, 64), gpu), *around.between, *around.after]
+    if around.summed is not None:
+        launches.append(around.summed)
+    launch.run(launches, h.get_device(), gpu)
     order = index[4 * S :].tolist()
     for position, pair in enumerate(order):
         i, e = int(ids[pair // top_k]), int(topk_ids.flatten()[pair])
         if i >= 0:
             u = a2[i, e].double() @ h[position].double()
             want[pair] += scales[i].double() * (b2[i, e].double() @ u)
-    assert_matches(y, want, 2 * tolerance(dtype))
+    if around.summed is None:
+        assert_matches(y, want, 2 * tolerance(dtype))
+    else:
+        of_tokens = weights.double().unsqueeze(2) * want.view(M, top_k, K)
+        assert_matches(out, of_tokens.sum(1), 2 * tolerance(dtype))
