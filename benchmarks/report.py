@@ -1616,6 +1616,7 @@ TRITONS = (
 STAGES = (
     RESULTS / "compare_stages_NVIDIA_H200.json",
     RESULTS / "compare_house_NVIDIA_H200.json",
+    RESULTS / "compare_steps_NVIDIA_H200.json",
 )
 LOADING = RESULTS / "loading_6GB_16threads.json"
 PAIRS = RESULTS / "two_schemes_NVIDIA_H200.json"
