@@ -21,6 +21,9 @@ class Products(NamedTuple):
     activate_into: Callable[..., None] | None = None
     activations: tuple[str, ...] = ()  # names of those of `activate_into`
     adds: bool = False  # `multiply` adds the product of `low`, the narrow rows of an adapter
+    # `activate_into` takes gate and up rows (E, I, K) that are two tensors; such products also add
+    pairs: bool = False
+    most_experts: int | None = None  # None: any number
     zeroes: bool = True  # `outer` writes zeros for experts without rows
     # (device, pairs, columns of h) -> multiprocessors that products leave to concurrent kernels,
     # their argument `spare`; None: none

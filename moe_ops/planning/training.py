@@ -25,10 +25,9 @@ from moe_ops.schemes import get_scheme
 
 PORTABLE = grouped_mm.PORTABLE  # products for every device, also of quantized weights
 _MULTIPLE = 8  # divides all sizes, so that rows of 16-bit elements start at multiples of 16 bytes
-# Major compute capabilities for which torch builds its grouped product, and its largest number of
-# experts. Elsewhere, and for other dtypes, F.grouped_mm copies the offsets to the host and loops
-# over the experts.
-_GROUPED_MM_ON, _MOST_EXPERTS = (9, 10), 1023
+# Major compute capabilities for which torch builds its grouped product. Elsewhere, and for other
+# dtypes, F.grouped_mm copies the offsets to the host and loops over the experts.
+_GROUPED_MM_ON = (9, 10)
 
 
 class TrainingPlan(NamedTuple):
@@ -41,9 +40,13 @@ class TrainingPlan(NamedTuple):
 def plan(call: ExpertsCall | GroupedCall, matrices: Sequence[Tensor] = ()) -> TrainingPlan:
     """The plan of a call whose adapters have these matrices."""
     reason = why_not_kernels(call, matrices)
-    plain = not (call.w13.scheme and call.w2.scheme)  # else no library of products is loaded
-    fast = reason is None and plain
-    return TrainingPlan(reason, _products(call.hidden_states) if fast else PORTABLE)
+    if reason is not None or (call.w13.scheme and call.w2.scheme):
+        return TrainingPlan(reason, PORTABLE)  # no library of products is loaded
+    products, experts = _products(call.hidden_states), call.w13.data.shape[0]
+    if products.most_experts is not None and experts > products.most_experts:
+        reason = f"{products.name} take at most {products.most_experts} experts"
+        return TrainingPlan(reason, PORTABLE)
+    return TrainingPlan(None, products)
 
 
 def _products(x: Tensor) -> Products:
@@ -89,8 +92,6 @@ def why_not_kernels(
         return "its weights have no addresses"
     if environment.capability(x.device)[0] not in _GROUPED_MM_ON:
         return "torch's grouped product is built for compute capability 9 and 10"
-    if w13.shape[0] > _MOST_EXPERTS:
-        return f"torch's grouped product takes at most {_MOST_EXPERTS} experts"
     for t in [weight.data for weight in weights if not weight.scheme]:
         if not (t.is_contiguous() or t.mT.is_contiguous()) or t.data_ptr() % 16:
             return "its weights are not contiguous, or begin askew"

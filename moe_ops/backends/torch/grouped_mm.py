@@ -26,7 +26,7 @@ from moe_ops.schemes import get_scheme
 
 _BLOCK = 32  # rows per block of the gather path
 _WIDENED_ROWS = 16  # rows from which fp32 is faster on CPUs without 16-bit products
-_GROUPS = 1024  # that torch's grouped GEMM refuses: adapters of an expert are a group each
+_MOST_GROUPS = 1023  # of torch's grouped GEMM; adapters of an expert are a group each
 _CHUNK = 1 << 27  # weight elements dequantized or gathered at a time (0.5 GB in fp32)
 
 
@@ -200,7 +200,7 @@ def _native(offsets: Tensor, *operands: Tensor) -> bool:
     device = operands[0].device
     if device.type != "cuda" or environment.capability(device) < (9, 0):
         return False
-    if offsets.shape[0] >= _GROUPS:
+    if offsets.shape[0] > _MOST_GROUPS:
         return False
     for t in operands:
         row, column = t.stride()[-2:]
@@ -273,4 +273,10 @@ def _native_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 PORTABLE = Products("torch's grouped products", grouped_mm, grouped_outer)
-NATIVE = Products("torch's grouped products", _native_mm, _native_outer, zeroes=False)
+NATIVE = Products(
+    "torch's grouped products",
+    _native_mm,
+    _native_outer,
+    most_experts=_MOST_GROUPS,
+    zeroes=False,
+)
