@@ -16,7 +16,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import Activation
-from moe_ops.autograd import fused
+from moe_ops.autograd import fused, gate_up
 from moe_ops.backends.cutlass import products as native_products
 from moe_ops.bench.layers import quantized
 from moe_ops.kernels import launch
@@ -35,6 +35,7 @@ STEPS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("fp8_block", 0, {"bias": True}),
     ("", 0, {"sorted": True}),
     ("", 0, {"sorted": True, "bias": True, "activation": "swigluoai"}),
+    ("", 0, {"sorted": True, "pair": True}),  # copied for torch's products, else read in place
     ("", 5, {"activation": "swigluoai"}),
     ("", 16, {"bias": True}),
     ("", 70, {"on_input": True, "activation": "relu2_no_mul"}),  # more ranks than a program takes
@@ -108,7 +109,9 @@ def steps(
                     }
                     if has.get("sorted"):  # with rows of no expert behind
                         counts = torch.bincount(ids[M // 3 :, 0], minlength=E)[:E]
-                        first = weights[0].chunk(2, 1) if biases[0] is None else weights[0]
+                        first = weights[0]
+                        if has.get("pair"):
+                            first = [half.contiguous() for half in first.chunk(2, 1)]
                         out = moe_ops.grouped_experts(x, first, weights[1], counts, **options)
                     else:
                         on_input = bool(has.get("on_input"))
@@ -143,6 +146,7 @@ def run_steps(
         first = native is products[0]
         with (
             mock.patch.object(fused, "run", launched(kernels)),
+            mock.patch.object(gate_up, "run", launched(kernels)),
             mock.patch.object(native_products, "kernels", native),
         ):
             for call, found, expected in steps(device, dtype, first, compared):
@@ -157,6 +161,5 @@ def run_steps(
 
 
 def training_kernels() -> set[str]:
-    """All kernels of training steps alone, but that of gate and up rows in turn."""
-    names = {name for name in kernel_names() if name.startswith("moe_ops_train")}
-    return names - {"moe_ops_train_gate_up"}
+    """All kernels of training steps alone."""
+    return {name for name in kernel_names() if name.startswith("moe_ops_train")}

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ops import environment
 from moe_ops.environment import INTERPRETED
 from moe_ops.kernels import launch
-from moe_ops.kernels.launch import Lazy
+from moe_ops.kernels.launch import Lazy, run
 from moe_ops.ops.library import TORCH_DEVICES, register_function
 
 _kernel = Lazy("moe_ops.kernels.rows.gate_up:gate_up")
@@ -38,7 +38,7 @@ def _has_kernel(first: Tensor, second: Tensor | None) -> bool:
 def _launch(w13: Tensor, gate: Tensor, up: Tensor | None, joins: bool) -> None:
     with torch.cuda.device_of(w13):
         device = w13.get_device()
-        launch.run([_kernel(w13, gate, up, joins)], device, launch.gpu(device))
+        run([_kernel(w13, gate, up, joins)], device, launch.gpu(device))
 
 
 def _gate_up(gate: Tensor, up: Tensor | None, dtype: torch.dtype) -> Tensor:
