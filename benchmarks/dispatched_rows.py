@@ -14,7 +14,8 @@ mixed precision hands them over, or fp32 masters, which each implementation cast
 override fused_grouped_experts, gate and up rows in turn and a Triton activation. Both are the text
 of torchtitan's files, read from the installed package or from a wheel: the package itself asks for
 newer versions of torch than it has to. `compiled` is each of them under torch.compile. `moe_ops`
-has w13; `moe_ops pair` torchtitan's three weights, and `moe_ops in turn` its fused ones.
+has w13; `moe_ops pair` torchtitan's three weights, and `moe_ops in turn` its fused ones. All cases
+take about a minute.
 
 Losses (the sum of output times the given gradient) and gradients must agree with torchtitan's.
 Medians in ms, in rounds of another order each; rows are written after each case, to
@@ -231,6 +232,7 @@ def run_case(
     for name, (form, make) in implementations(titan, not given.dry_run).items():
         row: dict[str, Any] = {**asdict(case), "implementation": name}
         rows.append(row)
+        begun = time.perf_counter()
         try:
             weights = inputs.weights(form)
             forward = make(*weights)
@@ -253,6 +255,8 @@ def run_case(
             if not max(errors.values()) < MAX_ERROR:
                 raise ValueError(f"it differs from {STOCK}: {errors}")
             calls[name] = step
+            text = f"error {max(errors.values()):.1e}, {time.perf_counter() - begun:.1f} s"
+            print(f"{case.shape}, {case.params}, {name}: {text}", flush=True)
             del terms, out, dx, grads
         except Exception as error:  # a peer may fail in any way
             row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -15,13 +15,14 @@ from torch.autograd import forward_ad
 from moe_ops import activations, checks
 from moe_ops.activations import Activation
 from moe_ops.autograd import adapters as low_rank
-from moe_ops.autograd import grouped
+from moe_ops.autograd import grouped, grouped_pair
 from moe_ops.autograd.adapters import UNADAPTED, LoRA
 from moe_ops.autograd.gate_up import gate_up
 from moe_ops.batch_invariance import resolve
 from moe_ops.ops.call import GroupedCall, LinearCall, Weight, refuse_lost, take_apart
 from moe_ops.ops.operands import check_bias, check_device, shape_of
 from moe_ops.ops.options import Options
+from moe_ops.ops.resident import TensorFacts
 from moe_ops.ops.transforms import refuse_tangents
 from moe_ops.ops.validation import grouped_problem
 from moe_ops.planning import bind
@@ -57,9 +58,11 @@ def grouped_experts(
     Args:
         hidden_states: (R, K), floating point. R may be 0, and symbolic while compiling.
         w13: (E, N, K), as in `fused_experts`, plain or quantized. Or gate and up rows in turn,
-            (E, I, 2, K); or a pair of matrices (gate, up), each (E, I, K). A pair is copied into
-            one tensor, and so are rows in turn unless their activation has an order of its own for
-            them ("silu", "swigluoai"); where `dtype` casts them, that is the same copy.
+            (E, I, 2, K); or a pair of matrices (gate, up), each (E, I, K). A pair is read where it
+            is by kernels of training on SM90 (`make native`), without biases and adapters; else it
+            is copied into one tensor. So are rows in turn unless their activation has an order of
+            its own for them ("silu", "swigluoai"). Where `dtype` casts them, that is the same
+            copy.
         w2: (E, K, I), like w13. Local shards of a DTensor: pass to_local().
         num_tokens_per_expert: (E,), int32 or int64, on hidden_states' device. Rows past their sum
             may hold anything: their outputs and gradients are zero. Counts are data: a negative
@@ -100,11 +103,19 @@ def grouped_experts(
     if dtype is not None:
         _check_float("dtype", dtype)
         hidden_states, w2, w2_bias = [_cast(t, dtype) for t in (hidden_states, w2, w2_bias)]
-    w13, w13_bias, act = _rows_of_w13(w13, w13_bias, act, dtype)
-    a, b = take_apart(w13), take_apart(w2)
-    inputs = (hidden_states, a.data, b.data, w13_bias, w2_bias)
     if isinstance(adapters, (list, tuple)) and not adapters and not isinstance(adapters, LoRA):
         adapters = None
+    pair: tuple[Tensor, Tensor] | None = None
+    if isinstance(w13, (tuple, list)):
+        pair, w13_bias = _gate_and_up(w13, w13_bias, act)
+        recorded = any([t.requires_grad for t in (hidden_states, *pair, w2)])
+        as_they_are = torch.is_grad_enabled() and recorded and dtype in (None, pair[0].dtype)
+        if not as_they_are or w13_bias is not None or adapters is not None:
+            w13, pair = gate_up(*pair, dtype or pair[0].dtype), None
+    if pair is None:
+        w13, w13_bias, act = _rows_of_w13(w13, w13_bias, act, dtype)
+    a, b = Weight(_of_both(pair[0])) if pair else take_apart(w13), take_apart(w2)
+    inputs = (hidden_states, *(pair or (a.data,)), b.data, w13_bias, w2_bias)
     matrices = [] if adapters is None else low_rank.check_call(adapters, backend, None)
     if forward_ad._current_level >= 0:
         refuse_tangents((*inputs, *matrices))
@@ -130,6 +141,10 @@ def grouped_experts(
             "batch_invariant must be False where gradients are required or adapters given, got "
             "True: wrap the call in torch.no_grad(), or give fused_experts the routing"
         )
+    if pair is not None:
+        gate, up = pair
+        call = call._replace(w13=Weight(gate))
+        return grouped_pair.grouped_experts(call, up, recompute).to(result)
     joined = UNADAPTED if adapters is None else low_rank.join(adapters, problem, hidden_states)
     return grouped.grouped_experts(call, recompute, joined).to(result)
 
@@ -147,35 +162,45 @@ def _inference(call: GroupedCall, backend: str) -> Tensor:
     return multiply(hidden, call.w2, call.w2_bias)
 
 
+def _gate_and_up(
+    w13: Any, bias: Any, act: Activation
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """A pair of gate and up rows, checked, and its bias (E, N)."""
+    _check_order(act)
+    gate, up = _pair("w13", w13)
+    for name, one in (("w13[0]", gate), ("w13[1]", up)):
+        checks.check_rank(name, one, "(E, I, K)")
+        checks.check_local(name, one)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            "w13 must be a pair of equal shapes and dtypes (E, I, K), got "
+            f"{tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
+        )
+    check_device("w13[1]", up.device, gate.device)
+    _check_master("w13[0]", gate)
+    if bias is not None:
+        bias = _pair("w13_bias", bias)
+        for i, one in enumerate(bias):
+            check_bias(f"w13_bias[{i}]", one, shape_of(gate)[:2], gate.device)
+        bias = torch.cat(bias, -1)
+    return (gate, up), bias
+
+
+def _of_both(gate: Tensor) -> Any:
+    """What stands for gate and up rows in one matrix where a call is checked."""
+    E, I, K = gate.shape  # noqa: E741
+    return TensorFacts((E, 2 * I, K), gate.dtype, gate.device)
+
+
 def _rows_of_w13(
     w13: Any, bias: Any, act: Activation, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None, Activation]:
     """w13 (E, N, K) and its bias in the order that an activation reads, and that activation."""
-    if isinstance(w13, (tuple, list)):
-        _check_order(act)
-        gate, up = _pair("w13", w13)
-        for name, one in (("w13[0]", gate), ("w13[1]", up)):
-            checks.check_rank(name, one, "(E, I, K)")
-            checks.check_local(name, one)
-        if gate.shape != up.shape or gate.dtype != up.dtype:
-            raise ValueError(
-                "w13 must be a pair of equal shapes and dtypes (E, I, K), got "
-                f"{tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
-            )
-        check_device("w13[1]", up.device, gate.device)
-        _check_master("w13[0]", gate)
-        if bias is not None:
-            bias = _pair("w13_bias", bias)
-            for i, one in enumerate(bias):
-                check_bias(f"w13_bias[{i}]", one, shape_of(gate)[:2], gate.device)
-            bias = torch.cat(bias, -1)
-        w13 = gate_up(gate, up, dtype or gate.dtype)
-    else:
-        checks.check_tensor("w13", w13)
-        if w13.ndim == 4 and getattr(w13, "scheme", None) is None:
-            w13, bias, act = _rows_in_turn(w13, bias, act, dtype)
-        elif dtype is not None:
-            w13 = _cast(w13, dtype)
+    checks.check_tensor("w13", w13)
+    if w13.ndim == 4 and getattr(w13, "scheme", None) is None:
+        w13, bias, act = _rows_in_turn(w13, bias, act, dtype)
+    elif dtype is not None:
+        w13 = _cast(w13, dtype)
     if bias is not None:
         checks.check_tensor("w13_bias", bias)
         bias = bias if dtype is None else _cast(bias, dtype)

@@ -40,7 +40,7 @@ from moe_ops import backends, environment, kernels
 from moe_ops.activations import Activation
 from moe_ops.autograd.adapters import UNADAPTED, Adapters, LowRank
 from moe_ops.autograd.fused import FusedStep
-from moe_ops.autograd.grouped_fused import GroupedFusedStep
+from moe_ops.autograd.grouped_fused import GroupedFusedStep, PairStep
 from moe_ops.autograd.step import Needs
 from moe_ops.backends.cutlass import library as cutlass
 from moe_ops.backends.deep_gemm import library as deep_gemm
@@ -502,7 +502,9 @@ def compile_training(
         x, *weights, router, ids, *biases, None, options, activation_by_expert=numbers
     )
 
-    def multiply(rows: Tensor, weight: Tensor, _: Tensor, transpose: bool) -> Tensor:
+    def multiply(
+        rows: Tensor, weight: Tensor, _: Tensor, transpose: bool, low: Any = None
+    ) -> Tensor:
         return rows.new_empty(rows.shape[0], weight.shape[2 if transpose else 1])
 
     def outer(a: Tensor, b: Tensor, _: Tensor) -> Tensor:
@@ -530,6 +532,10 @@ def compile_training(
             backward.backward(grad, h, u, index, needs._replace(weights=False))
             masters = _empty(E, N // 2, K, dtype=torch.float32), None
             launch.run([gate_up(_empty(E, N, K, dtype=dtype), *masters, True)], -1, gpu)
+            if trained and not call.bias and activation.gated and not activation.interleaved:
+                gate = Weight(_empty(E, I, K, dtype=dtype))
+                pair = PairStep(gate.data, rows._replace(w13=gate), adapters, products)
+                pair.backward(grad, h, None, index, needs._replace(weights=False))
     return found
 
 

@@ -72,7 +72,7 @@ class GroupedStep(Step):
         return drows.to(self.x.dtype)
 
 
-_PASSES = training.Passes(GroupedStep, Lazy("moe_ops.autograd.grouped_fused:GroupedFusedStep"))
+PASSES = training.Passes(GroupedStep, Lazy("moe_ops.autograd.grouped_fused:GroupedFusedStep"))
 
 
 def _inputs(values: Sequence[Any]) -> training.Inputs:
@@ -83,7 +83,7 @@ def _inputs(values: Sequence[Any]) -> training.Inputs:
 
 
 def _forward(*values: Any) -> tuple[Tensor, ...]:
-    return _PASSES.forward(_inputs(values))
+    return PASSES.forward(_inputs(values))
 
 
 def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
@@ -94,7 +94,7 @@ def _backward(grad: Tensor, h: Tensor, u: Tensor, index: Tensor, *rest: Any) -> 
     """Gradients of the inputs in the order of `_GRADIENTS`; (0,) if one is not needed."""
     *values, needs = rest
     needs = [*needs[:_WEIGHTS], False, *needs[_WEIGHTS:]]
-    found = _PASSES.backward(_inputs(values), grad, h, u if u.numel() else None, index, needs)
+    found = PASSES.backward(_inputs(values), grad, h, u if u.numel() else None, index, needs)
     return tuple([*found[:_WEIGHTS], *found[_WEIGHTS + 1 :]])
 
 

@@ -254,7 +254,7 @@ def recorded(
     gradients: tuple[int, ...],
     backward: Callable[..., Sequence[Tensor]],
     layer: Callable[[Sequence[Any]], Tensor] = _layer,
-    at_scales: int = _SCALES,
+    at_scales: int | None = _SCALES,
 ) -> tuple[Callable[..., tuple], Callable[..., None]]:
     """(backward, setup_context), as `torch.library.register_autograd` takes them.
 
@@ -264,14 +264,15 @@ def recorded(
         backward: operator of the gradient of the first output, all other outputs, the inputs, and
             the gradients that are needed.
         layer: the first output of the inputs, by torch operators.
-        at_scales: index of the input that is a list of scales.
+        at_scales: index of the input that is a list of scales, if there is one.
     """
-    apart = (*options, at_scales)
+    apart = options if at_scales is None else (*options, at_scales)
 
     def save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.rest, scales = [inputs[i] for i in options], inputs[at_scales]
+        ctx.rest = [inputs[i] for i in options]
+        scales = [] if at_scales is None else inputs[at_scales]
         ctx.num_scales, ctx.no_gaps = len(scales), all([t is not None for t in scales])
         ctx.num_kept = len(output) - 1
         tensors = [t for i, t in enumerate(inputs) if i not in apart]
@@ -282,7 +283,7 @@ def recorded(
         saved = list(ctx.saved_tensors)
         end = len(saved) - ctx.num_scales
         values = saved[ctx.num_kept : end]
-        for i, value in sorted(zip(apart, (*ctx.rest, saved[end:]), strict=True)):
+        for i, value in sorted(zip(apart, (*ctx.rest, saved[end:]), strict=False)):
             values.insert(i, value)
         return saved[: ctx.num_kept], values
 
@@ -290,7 +291,8 @@ def recorded(
         kept, values = values_of(ctx)
         needs = [bool(ctx.needs_input_grad[i]) for i in gradients]
         found: list = [None] * len(values)
-        if ctx.no_gaps:  # torch asks for as many gradients of a list as it has tensors
+        # torch asks for as many gradients of a list as it has tensors
+        if at_scales is not None and ctx.no_gaps:
             found[at_scales] = [None] * ctx.num_scales
         if grad is None:
             return tuple(found)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 SOURCES = Path(__file__).parent / "cutlass"
 CPU_SOURCES = Path(__file__).parent / "cpu"
 CPU_SUFFIXES = (".cpp", ".h", ".inc")
-ABI = 2  # MOE_OPS_CUTLASS_ABI of grouped.h
+ABI = 3  # MOE_OPS_CUTLASS_ABI of grouped.h
 
 # files of each object; each takes a minute or two and up to 5.6 GB of memory
 FILES = {

@@ -138,6 +138,34 @@ def grouped_experts_backward(
     return lora_experts_backward(grad, h, u, index, *inputs, **k)
 
 
+def grouped_pair_forward(x: tuple, gate: tuple, up: tuple, w2: tuple, *_: Any, **k: Any) -> int:
+    """FLOPs of `grouped_pair_forward`: those of `experts_forward` of one expert a row."""
+    one = (x[0], 1)
+    return experts_forward(x, _joined(gate), w2, one, one)
+
+
+def grouped_pair_backward(
+    grad: tuple,
+    h: tuple,
+    index: tuple,
+    x: tuple,
+    gate: tuple,
+    up: tuple,
+    w2: tuple,
+    *rest: Any,
+    **k: Any,
+) -> int:
+    """FLOPs of `grouped_pair_backward`: likewise."""
+    needs_x, *needs_w13, needs_w2 = rest[-1]
+    one, needs = (x[0], 1), [needs_x, any(needs_w13), needs_w2, False, False, False]
+    return experts_backward(grad, h, index, x, _joined(gate), w2, one, one, needs)
+
+
+def _joined(gate: tuple) -> tuple:
+    E, I, K = gate  # noqa: E741
+    return E, 2 * I, K
+
+
 def _columns_of_w2(x: tuple, w13: tuple, w2: tuple) -> int:
     """I, also of packed weights: K is known from x."""
     return w2[2] * x[1] // w13[2]

@@ -12,11 +12,10 @@ import moe_ops
 from moe_ops import activations
 from moe_ops.autograd import fused
 from moe_ops.backends.cutlass import products as native
-from moe_ops.backends.cutlass.schemes import ACTIVATIONS
+from moe_ops.backends.torch import grouped_mm
 from moe_ops.environment import INTERPRETED
-from moe_ops.ops.call import ExpertsCall, Weight
+from moe_ops.ops.call import ExpertsCall, GroupedCall, Weight
 from moe_ops.ops.options import Options
-from moe_ops.ops.products import Products
 from moe_ops.planning import training as planning
 from tests.autograd import test_gradients, test_lora
 from tests.autograd.conftest import on_gpu
@@ -31,6 +30,7 @@ from tests.autograd.test_gradients import (
     weighed,
 )
 from tests.support.cases import BF16, FP32, Case, refill
+from tests.support.stand_ins import stand_ins
 
 CUDA = torch.cuda.is_available()
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
@@ -60,29 +60,7 @@ def test_products_that_add_and_activate(options, rank, monkeypatch):
     by products of torch.
     """
     ran = []
-
-    def multiply(rows, weight, ends, transpose=False, low=None, spare=0):
-        assert spare == 0
-        y = planning.PORTABLE.multiply(rows, weight, ends, transpose=transpose)
-        if low is not None:
-            ran.append("low")
-            y += planning.PORTABLE.multiply(*low, ends, transpose=transpose)
-        return y
-
-    def outer(a, b, ends, spare=0):
-        return planning.PORTABLE.outer(a, b, ends)
-
-    def activate_into(out, rows, weight, ends, activation, bias, gate_up, low):
-        ran.append("activated")
-        gate_up.copy_(multiply(rows, weight, ends, low=low))
-        experts = torch.searchsorted(ends, torch.arange(len(rows)), right=True)
-        x = gate_up if bias is None else gate_up + bias[experts.clamp(max=len(bias) - 1)]
-        out.copy_(activations.formula(x, activations.resolve(activation.ACTIVATION)))
-
-    one = Products(
-        "stand-ins", multiply, outer, activate_into, ACTIVATIONS, adds=True, spare=lambda *_: 0
-    )
-    monkeypatch.setattr(planning, "_products", lambda x: one)
+    monkeypatch.setattr(planning, "_products", lambda *_: stand_ins(ran))
     case = Case("cpu", FP32, M=9, E=6, **options)
     if rank:
         test_lora.check(case, [test_lora.adapter(case, (rank, rank))])
@@ -243,3 +221,19 @@ def test_what_is_not_fused():
     for reason, one in reasons.items():
         found = planning.why_not_kernels(one)
         assert found is not None and reason in found
+
+
+@pytest.mark.parametrize("E", [1023, 1024])
+def test_torchs_products_take_so_many_experts(E, monkeypatch):
+    """Where they are the products of a plan."""
+    monkeypatch.setattr(planning, "why_not_kernels", lambda *_: None)
+    x, w = torch.empty(4, 8, dtype=BF16), Weight(torch.empty(E, 8, 8, dtype=BF16))
+    call = GroupedCall(x, w, w, torch.zeros(E), None, None, Options())
+    for products in (grouped_mm.NATIVE, native.PRODUCTS):
+        monkeypatch.setattr(planning, "_products", lambda _, products=products: products)
+        reason, found = planning.plan(call)
+        if E == 1024 and products is grouped_mm.NATIVE:
+            assert reason is not None and "at most 1023 experts" in reason
+            assert found is planning.PORTABLE
+        else:
+            assert (reason, found) == (None, products)

@@ -7,11 +7,14 @@ import torch
 
 import moe_ops
 from moe_ops.activations import Activation
-from moe_ops.autograd import grouped
+from moe_ops.autograd import gate_up, grouped
+from moe_ops.environment import INTERPRETED
+from moe_ops.planning import training as planning
 from tests.autograd.conftest import on_gpu
 from tests.autograd.test_gradients import TOLERANCE
 from tests.support import oracle
 from tests.support.cases import BF16, FP32, FP64, poisoned_memory, tolerance
+from tests.support.stand_ins import stand_ins
 
 COUNTS = (3, 0, 9, 1, 4, 0)
 LEAVES = ("x", "w13", "w2", "w13_bias", "w2_bias")
@@ -80,7 +83,8 @@ class Rows:
         within = TOLERANCE[self.dtype]
         assert out.dtype == self.dtype
         assert oracle.relative_error(out, want) <= within
-        assert (out[self.inside :] == 0).all() and (found["x"][self.inside :] == 0).all()
+        for t in (out, found.get("x", out)):
+            assert (t[self.inside :] == 0).all()
         for name, grad in found.items():
             assert grad.dtype == self.given[name].dtype
             assert oracle.relative_error(grad, expected[name]) <= within, name
@@ -162,6 +166,57 @@ def test_other_orders_of_w13(where, form, activation, cast):
     if cast:
         rows.given["w13"] = rows.given["w13"].double()
     rows.check(function)
+
+
+def of_pair(x, w13, w2, counts, **options):
+    """grouped_experts of gate and up rows as parameters of their own."""
+    gate, up = [half.contiguous() for half in w13.chunk(2, 1)]
+    return moe_ops.grouped_experts(x, (gate, up), w2, counts, **options)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_pair_without_a_cast(where, activation, recompute):
+    """Which kernels read where it is, if there are any."""
+    Rows(*where, activation=activation).check(of_pair, recompute=recompute)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels of csrc/cutlass need a GPU")
+@pytest.mark.parametrize("frozen", ["", "w13", "x", "x w2"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_pair_that_is_not_copied(recompute, frozen, monkeypatch):
+    """By products that take both matrices; each gradient alone, too."""
+    ran = []
+    monkeypatch.setattr(planning, "INTERPRETED", True)
+    monkeypatch.setattr(planning, "_products", lambda *_: stand_ins(ran))
+    monkeypatch.setattr(gate_up, "_gate_up", lambda *_: pytest.fail("copied"))
+    rows = Rows()
+    names = [name for name in rows.given if name not in frozen.split()]
+    want, expected = rows.expected()
+    given = {n: t.detach().clone().requires_grad_(n in names) for n, t in rows.given.items()}
+    with poisoned_memory():
+        out = rows.call(given, of_pair, recompute=recompute)
+        found = torch.autograd.grad(out, [given[name] for name in names], rows.cotangent)
+    rows.compare(out, want, dict(zip(names, found, strict=True)), expected)
+    assert ran.count("pair") == 1 + recompute and ran.count("low") == ("x" in names)
+
+
+@pytest.mark.parametrize("fused_first", [True, False])
+@pytest.mark.skipif(not INTERPRETED, reason="kernels of csrc/cutlass need a GPU")
+def test_a_pair_is_read_by_one_another(fused_first, monkeypatch):
+    """What a pass keeps that copied it the other one finds."""
+    monkeypatch.setattr(planning, "INTERPRETED", True)
+    rows, ran = Rows(), []
+    want, expected = rows.expected()
+    given = rows.leaves()
+    for fused in (fused_first, not fused_first):
+        one = stand_ins(ran) if fused else planning.PORTABLE
+        monkeypatch.setattr(planning, "_products", lambda *_, one=one: one)
+        if fused == fused_first:
+            out = rows.call(given, of_pair)
+    found = torch.autograd.grad(out, list(given.values()), rows.cotangent)
+    rows.compare(out, want, dict(zip(given, found, strict=True)), expected)
+    assert ran == (["pair"] if fused_first else ["low"])
 
 
 def test_master_weights_are_cast_once():
@@ -247,28 +302,29 @@ def test_inference(backend, scheme):
     assert (out[rows.inside :] == 0).all()
 
 
-def test_second_derivatives():
+@pytest.mark.parametrize("pair", [False, True])
+def test_second_derivatives(pair):
     rows = Rows(dtype=FP64, K=3, I=2, counts=(1, 0, 1), tail=1)
+    of = of_pair if pair else moe_ops.grouped_experts
     for t in (rows.given["x"], rows.cotangent):
         t.nan_to_num_()
     given = rows.leaves()
 
     def function(*values):
-        return rows.call(dict(zip(given, values, strict=True)))
+        return rows.call(dict(zip(given, values, strict=True)), of)
 
     assert torch.autograd.gradgradcheck(function, tuple(given.values()))
 
 
 @pytest.mark.slow
-def test_one_graph_for_any_number_of_rows():
+@pytest.mark.parametrize("of", [moe_ops.grouped_experts, of_pair])
+def test_one_graph_for_any_number_of_rows(of):
     """Compiled forward and backward, for counts on the device alone."""
     torch._dynamo.reset()
-    compiled = torch.compile(
-        moe_ops.grouped_experts, fullgraph=True, backend="aot_eager", dynamic=True
-    )
+    compiled = torch.compile(of, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for counts in (COUNTS, (1, 2, 3, 4, 0, 9)):
-            Rows(counts=counts, bias=True).check(compiled)
+            Rows(counts=counts, bias=of is not of_pair).check(compiled)
 
 
 def test_one_graph_of_inference():

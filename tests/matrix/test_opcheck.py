@@ -235,9 +235,10 @@ def gate_up_calls(name: str, variant: str, device: str) -> list[Call]:
         w13 = (torch.randn(E, I, K, **size), torch.randn(E, I, K, **size))
     x, w2 = torch.randn(M, K, device=device), torch.randn(E, K, I, device=device)
     counts = torch.tensor([2, 0, 1], device=device)
+    cast = torch.float64 if name.startswith("gate_up") else None
 
     def call():
-        out = moe_ops.grouped_experts(x, w13, w2, counts, dtype=torch.float64)
+        out = moe_ops.grouped_experts(x, w13, w2, counts, dtype=cast)
         out.sum().backward()
 
     return recorded(call, name)
@@ -294,6 +295,8 @@ SAMPLES |= {
     "grouped_experts_backward": (training_calls, ("plain", "everything", *QUANTIZED)),
     "gate_up": (gate_up_calls, ("plain", "in turn")),
     "gate_up_backward": (gate_up_calls, ("plain", "in turn")),
+    "grouped_pair_forward": (gate_up_calls, ("plain",)),
+    "grouped_pair_backward": (gate_up_calls, ("plain",)),
     "adapted_experts": (adapted_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_mm": (training_calls, ("plain", "everything", *QUANTIZED)),
     "grouped_outer": (training_calls, ("plain", "everything")),

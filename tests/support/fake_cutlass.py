@@ -134,7 +134,12 @@ class FakeLibrary:
         assert g.n % 8 == g.k % 8 == g.m == 0
         ends = at(g.ends, g.groups, torch.int32).tolist()
         a = matrix(g.a, g.rows, g.k, g.k, bf16)
-        b = at(g.b, g.groups * 2 * g.n * g.k, bf16).view(g.groups, 2 * g.n, g.k)
+        size, parts = g.groups * g.n * g.k, [g.b]
+        if gated.up:
+            assert gated.up % ALIGNMENT == g.rank == 0 and not gated.interleaved
+            parts.append(gated.up)
+        both = [at(t, 2 // len(parts) * size, bf16).view(g.groups, -1, g.k) for t in parts]
+        b = torch.cat(both, 1)
         d, start = matrix(g.d, g.rows, g.n, g.n, bf16), 0
         low_a, low_b = self.low_rank(g, 2 * g.n, True)
         for e, end in enumerate(ends):

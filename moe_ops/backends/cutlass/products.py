@@ -64,6 +64,7 @@ class GatedProduct(ctypes.Structure):
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
         ("limit", ctypes.c_float),
+        ("up", ctypes.c_void_p),
     ]
 
 
@@ -185,6 +186,7 @@ def activate_into(
     bias: Tensor | None = None,  # (E, 2 I), contiguous
     gate_up: Tensor | None = None,  # (S, 2 I) bf16, written: rows @ weight[e].T; not interleaved
     low: tuple[Tensor, Tensor] | None = None,  # (S, r), (E, 2 I, r): added to gate_up
+    up: Tensor | None = None,  # (E, I, K), contiguous: the up rows; then `weight` is the gate's
 ) -> None:
     """activation(rows @ weight[e].T + bias[e]) for the rows of each expert, where there is a
     kernel. The sums are not rounded before the activation. Sizes, addresses and rows past ends[-1]
@@ -195,13 +197,16 @@ def activate_into(
     if gate_up is not None:
         assert gate_up.is_contiguous() and gate_up.dtype == torch.bfloat16
         assert library.aligned(gate_up) and not activation.INTERLEAVED
+    if up is not None:
+        assert up.shape == weight.shape and up.is_contiguous() and library.aligned(up)
+        assert up.dtype == torch.bfloat16 and low is None and not activation.INTERLEAVED
     if out.shape[0] > 0:
         sizes = {"n": out.shape[1], "k": rows.shape[1]}
         added = _added(low, False, True)
         product = _product(gemms, rows, weight, out, ends, added, **sizes)
         bias = _bias(bias)
         gated = _gated(product, activation, bias)
-        gated.gate_up = _address(gate_up)
+        gated.gate_up, gated.up = _address(gate_up), _address(up)
         gemms.run(f"{_KERNEL}_activated", gated)
 
 
@@ -350,5 +355,6 @@ PRODUCTS = Products(
     activate_into,
     ACTIVATIONS,
     adds=True,
+    pairs=True,
     spare=spare,
 )

@@ -18,7 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define MOE_OPS_CUTLASS_ABI 2  // of this struct and of the functions: backends/cutlass/library.py
+#define MOE_OPS_CUTLASS_ABI 3  // of this struct and of the functions: backends/cutlass/library.py
 
 struct GroupedGemm {
   int32_t groups;    // experts
@@ -81,6 +81,9 @@ struct GatedProduct {
   float alpha;
   float beta;
   float limit;
+  // (groups, n, k): the up rows, not interleaved; then product.b is (groups, n, k), the gate rows. Null:
+  // product.b has both. Products of bf16 that add nothing.
+  const void* up;
 };
 
 // The product of e4m3 rows and weights with fp32 scales: sm90_blocks.cuh. Sizes n and k are

@@ -8,5 +8,5 @@ extern "C" int moe_ops_sm90_product_outer_run(GroupedProduct const* g) { return 
 extern "C" int moe_ops_sm90_product_shared_memory() { return int(sizeof(Shared<GATED>)); }
 
 extern "C" int moe_ops_sm90_product_activated_run(GatedProduct const* g) {
-  return launch<GATED>(g->product, gated_of(*g));
+  return launch<GATED>(g->product, gated_of(*g), g->up);
 }

@@ -216,9 +216,9 @@ __device__ void compute(Shared<KIND>& shared, Maps const& maps, Sizes const& p, 
   cute::tma_store_wait<0>();
 }
 
-// Returns what `launch` of common.cuh returns.
+// Returns what `launch` of common.cuh returns. `up` is GatedProduct.up.
 template <Kind KIND>
-int launch(GroupedProduct const& g, Gated const& gated = {}) {
+int launch(GroupedProduct const& g, Gated const& gated = {}, void const* up = nullptr) {
   Maps maps{};
   bool ok = true;
   uint64_t rows = g.rows, m = g.m, n = g.n, k = g.k, groups = g.groups;
@@ -228,19 +228,22 @@ int launch(GroupedProduct const& g, Gated const& gated = {}) {
     ok &= encode<3>(maps.b, g.b, {n, rows, 1}, {n, n * rows}, {64, TILE_K / 2, 1});
     ok &= encode<3>(maps.d, g.d, {n, m, groups}, {n, n * m}, {STORED, STORED_ROWS, 1});
   } else {
-    auto operands = [&](CUtensorMap& a, void const* of_a, CUtensorMap& b, void const* of_b, uint64_t k) {
+    auto operands = [&](CUtensorMap& a, void const* of_a, CUtensorMap& b, void const* of_b, CUtensorMap& b_up,
+                        void const* of_up, uint64_t k) {
       ok &= encode<3>(a, of_a, {k, rows, 1}, {k, k * rows}, {64, PART, 1});
       if constexpr (KIND == X_WT) {
         ok &= encode<3>(b, of_b, {k, n, groups}, {k, k * n}, {64, HALF, 1});
       } else if constexpr (KIND == X_W) {
         ok &= encode<3>(b, of_b, {n, k, groups}, {n, n * k}, {64, TILE_K / 2, 1});
       } else {
-        uint64_t of_row = gated.interleaved ? 2 * k : k, of_up = gated.interleaved ? k : n * k;
-        ok &= encode<4>(b, of_b, {k, n, 2, groups}, {of_row, of_up, 2 * n * k}, {64, HALF / 2, 2, 1});
+        uint64_t row = gated.interleaved ? 2 * k : k, group = of_up ? n * k : 2 * n * k;
+        if (!of_up) of_up = static_cast<__nv_bfloat16 const*>(of_b) + (gated.interleaved ? k : n * k);
+        ok &= encode<3>(b, of_b, {k, n, groups}, {row, group}, {64, HALF / 2, 1});
+        ok &= encode<3>(b_up, of_up, {k, n, groups}, {row, group}, {64, HALF / 2, 1});
       }
     };
-    operands(maps.a, g.a, maps.b, g.b, k);
-    if (g.rank > 0) operands(maps.low_a, g.low_a, maps.low_b, g.low_b, g.rank);
+    operands(maps.a, g.a, maps.b, g.b, maps.b_up, up, k);
+    if (g.rank > 0) operands(maps.low_a, g.low_a, maps.low_b, g.low_b, maps.low_b_up, nullptr, g.rank);
     ok &= encode<3>(maps.d, g.d, {n, rows, 1}, {n, n * rows}, {STORED, STORED_ROWS, 1});
     if (gated.gate_up) {
       ok &= encode<3>(maps.gate_up, gated.gate_up, {n, rows, 2}, {2 * n, n}, {STORED, STORED_ROWS, 1});

@@ -38,8 +38,10 @@ bool encode(CUtensorMap& map, const void* at, cuuint64_t const (&sizes)[N],
 
 struct Maps {
   CUtensorMap a, b, d;
-  CUtensorMap gate_up;       // of GATED alone
   CUtensorMap low_a, low_b;  // what is added (ADDS_LOW_RANK), in steps behind those of a and b
+  // of GATED alone: b and low_b are gate rows, and these the up rows
+  CUtensorMap b_up, low_b_up;
+  CUtensorMap gate_up;
 };
 
 // The warp that loads. Both blocks of a cluster load the same numbers of bytes at each step.
@@ -57,6 +59,7 @@ __device__ void load(Shared<KIND>& shared, Maps const& maps, Sizes const& p) {
       bool low = ADDS_LOW_RANK<KIND> && step >= whole;
       CUtensorMap const& a = low ? maps.low_a : maps.a;
       CUtensorMap const& b = low ? maps.low_b : maps.b;
+      CUtensorMap const& b_up = low ? maps.low_b_up : maps.b_up;
       int k = (low ? step - whole : step) * STEP<KIND>;
       Stage<KIND>& stage = shared.stages[ring.at];
       auto* full = reinterpret_cast<uint64_t*>(&shared.full[ring.at]);
@@ -83,7 +86,9 @@ __device__ void load(Shared<KIND>& shared, Maps const& maps, Sizes const& p) {
         if constexpr (KIND == X_WT) {
           box(b, to, both, k, n + half * TILE_N / 2, w.expert);
         } else if constexpr (KIND == GATED) {
-          box(b, to, both, k, n + half * TILE_N / 4, 0, w.expert);
+          constexpr int QUARTER = TILE_N / 4;
+          box(b, to, both, k, n + half * QUARTER, w.expert);
+          box(b_up, to + QUARTER * 128, both, k, n + half * QUARTER, w.expert);
         } else if constexpr (OF_BLOCKS<KIND>) {
           int row = KIND == GATED_BLOCKS ? n : n + half * BLOCK;
           box(b, to, both, k, row, KIND == GATED_BLOCKS ? half : 0, w.expert);

@@ -77,7 +77,8 @@ def activation_input(
 class Gradients(NamedTuple):
     """What is written on the way back through the activation, each of it or None."""
 
-    dx: Pointer  # (S, N): the gradient of x
+    dx: Pointer  # (S, N): the gradient of x; or (S, I): that of its gate columns
+    up: Pointer  # (S, I): then that of its up columns, else None
     scaled: Pointer  # (S, I): router weight times activation(x)
     dweights: Pointer  # (S,) fp32: the gradient of the router weight of each pair that has a row
     factors: Pointer  # (S,) fp32: the router weight of each row
@@ -102,6 +103,7 @@ class Derive:
 @kernel(Derive)
 def moe_ops_train_derive(
     to_dx_ptr,
+    to_up_ptr,
     to_scaled_ptr,
     to_dweights_ptr,
     to_factors_ptr,
@@ -153,8 +155,12 @@ def moe_ops_train_derive(
     if bias_ptr is not None:
         bias_ptr += tl.cast(e, tl.int64) * N
     x_ptr += row * N
-    if to_dx_ptr is not None:
+    if to_up_ptr is not None:
+        to_dx_ptr += row * I
+        of_up_ptr = to_up_ptr + row * I
+    elif to_dx_ptr is not None:
         to_dx_ptr += row * N
+        of_up_ptr = to_dx_ptr + I
     if dh_ptr is not None:
         dh_ptr += row * I
     total = tl.zeros((BLOCK_I,), tl.float32)
@@ -194,7 +200,7 @@ def moe_ops_train_derive(
                 else:
                     tl.store(to_dx_ptr + i, dg, mask=ok)
                     if GATED:
-                        tl.store(to_dx_ptr + I + i, du, mask=ok)
+                        tl.store(of_up_ptr + i, du, mask=ok)
     if to_dweights_ptr is not None:
         tl.store(to_dweights_ptr + pair, tl.sum(total, 0))
 

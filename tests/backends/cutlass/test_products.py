@@ -28,6 +28,7 @@ PLACES = [
 devices = pytest.mark.parametrize("device", PLACES)
 TILES = ROOT / "moe_ops/csrc/cutlass/sm90_tiles.cuh"
 ROUNDING = {"rtol": 2**-8, "atol": 1e-2}  # to bf16, and sums in fp32 that nearly cancel
+EQUAL = {"rtol": 0, "atol": 0, "equal_nan": True}
 # rows of each expert: none, a part of a tile, exactly one, of several an odd and an even number
 ROWS = {
     "one": [200],
@@ -185,6 +186,12 @@ def test_activated(device, rows, I, K, options):  # noqa: E741
         gate_up = torch.full((S, 2 * I), torch.nan, device=device, dtype=BF16) if keeps else None
         products.activate_into(out, x, w, ends, of, bias, gate_up, low)
         assert out[experts < 0].isnan().all()
+        if low is None and not of.INTERLEAVED:  # the same from two tensors
+            again = torch.full_like(out, torch.nan)
+            kept = None if gate_up is None else torch.full_like(gate_up, torch.nan)
+            gate, up = [half.contiguous() for half in w.chunk(2, 1)]
+            products.activate_into(again, x, gate, ends, of, bias, kept, up=up)
+            torch.testing.assert_close((again, kept), (out, gate_up), **EQUAL)
         for e in range(1 - which, E, 2):
             mine = experts == e
             product = exact[mine] @ w[e].mT.double()
