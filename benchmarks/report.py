@@ -19,6 +19,7 @@ import json
 import math
 import re
 import statistics
+import string
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -1496,6 +1497,7 @@ class Scheme(NamedTuple):
     bits: float  # of a weight, with its share of scales and zero points
     gpu: dict[int, float]  # us by number of tokens
     cpu: dict[int, float]  # ms
+    runs: dict[int, str]  # of `gpu`
 
     @property
     def width(self) -> int:
@@ -1507,6 +1509,7 @@ class Scheme(NamedTuple):
 def measured_schemes() -> list[Scheme]:
     """All schemes, the widest weights first."""
     gpu: dict[str, dict[int, float]] = {}
+    runs: dict[str, dict[int, str]] = {}
     errors: dict[str, float] = {}
     for row in rows_of(LAYERS):
         case = row["case"]
@@ -1517,6 +1520,7 @@ def measured_schemes() -> list[Scheme]:
         M, us = case["num_tokens"], row["us"]["median"]
         if us <= times.get(M, us):
             times[M] = us
+            runs.setdefault(case["scheme"], {})[M] = row["run"]
             if M == DRAWN and "error" in row:
                 errors[case["scheme"]] = row["error"]
     cpu: dict[str, dict[int, float]] = {}
@@ -1529,16 +1533,40 @@ def measured_schemes() -> list[Scheme]:
         return 8 * cell.bytes_per_expert / weights
 
     found = [
-        Scheme(name, errors.get(name), bits(name), gpu.get(name, {}), cpu.get(name, {}))
+        Scheme(name, errors.get(name), bits(name), *[of.get(name, {}) for of in (gpu, cpu, runs)])
         for name in dict.fromkeys((*gpu, *cpu))
     ]
     return sorted(found, key=lambda one: (-one.width, one.name))
 
 
+def letters_of_runs() -> dict[str, str]:
+    """A letter for each run on the H200 that docs/which_scheme.md shows a time of, by date."""
+    shown = {one.runs.get(M) for one in measured_schemes() for M in ADVISED_TOKENS}
+    return dict(zip(sorted(filter(None, shown)), string.ascii_lowercase, strict=False))
+
+
+def runs_of(one: Scheme, tokens: Sequence[int], letters: dict[str, str]) -> str:
+    """Letters of the runs of a scheme's times, one alone where all are of that run."""
+    found = [letters[one.runs[M]] if M in one.runs else "-" for M in tokens]
+    alone = set(found) - {"-"}
+    return "".join(alone) or "-" if len(alone) < 2 else " ".join(found)
+
+
+def runs() -> str:
+    """A row for each letter."""
+    described, lines = json.loads(LAYERS.read_text())["runs"], []
+    for name, letter in letters_of_runs().items():
+        run = described[name]
+        libraries = f"torch {run['machine']['torch']}, triton {run['versions']['triton']}"
+        speed = number(run["machine"]["copy_tb_s"], 2)
+        lines.append([letter, run["date"][:16].replace("T", " "), libraries, speed])
+    return markdown(["run", "began (UTC)", "libraries", "its GPU copies, TB/s"], lines)
+
+
 def choices() -> str:
     """A row for each of `ADVICE`: memory, error, and speed against bf16 on that hardware."""
     schemes = {one.name: one for one in measured_schemes()}
-    lines = []
+    letters, lines = letters_of_runs(), []
     for hardware, advice in ADVICE.items():
         for turn, (wanted, name) in enumerate(advice.items()):
             one, plain = schemes[name], schemes[""]
@@ -1549,14 +1577,15 @@ def choices() -> str:
             ]
             error = "-" if one.error is None else f"{one.error:.2g}"
             cells = ["" if turn else hardware, wanted, f"`{name}`" if name else "bf16"]
-            lines.append([*cells, f"{one.bits / 16:.2f}", error, *speeds])
+            of = "" if hardware == "CPU" else runs_of(one, ADVISED_TOKENS, letters)
+            lines.append([*cells, f"{one.bits / 16:.2f}", error, *speeds, of])
     header = ["hardware", "wanted", "scheme", "memory", "error"]
-    return markdown([*header, *[f"M = {M}" for M in ADVISED_TOKENS]], lines)
+    return markdown([*header, *[f"M = {M}" for M in ADVISED_TOKENS], "runs"], lines)
 
 
 def schemes_table() -> str:
     """A row for each scheme; the fastest with as wide weights is bold."""
-    schemes = measured_schemes()
+    schemes, letters = measured_schemes(), letters_of_runs()
     columns = [(name, M) for name in ("gpu", "cpu") for M in SCHEME_TOKENS]
 
     def best(width: int, column: tuple[str, int]) -> float | None:
@@ -1573,8 +1602,9 @@ def schemes_table() -> str:
             text = "-" if time is None else f"{time:.3g}"
             bold = time is not None and time == best(one.width, column)
             cells.append(f"**{text}**" if bold else text)
+        cells.insert(-len(SCHEME_TOKENS), runs_of(one, SCHEME_TOKENS, letters))
         lines.append(cells)
-    header = ["", "bits", "error", *[f"us, M = {M}" for M in SCHEME_TOKENS]]
+    header = ["", "bits", "error", *[f"us, M = {M}" for M in SCHEME_TOKENS], "runs"]
     return markdown([*header, *[f"ms on the CPU, M = {M}" for M in SCHEME_TOKENS]], lines)
 
 
@@ -1852,7 +1882,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str | None]]] = {
     "docs/qlora.md": {"steps over nf4": steps_over_nf4},
     "docs/quantization.md": {"pairs": pairs},
     "docs/training_frameworks.md": {"rows of dispatchers": rows_of_dispatchers},
-    "docs/which_scheme.md": {"choices": choices, "schemes": schemes_table},
+    "docs/which_scheme.md": {"choices": choices, "schemes": schemes_table, "runs": runs},
     "docs/performance.md": {
         "whole models": whole_models,
         "prompts": prompts,
