@@ -120,8 +120,28 @@ def tokens_of(shape: Shape, M: int, n: int, seed: int, device: torch.device) -> 
     x = torch.randn(M, shape.hidden_size, generator=rng, device=device).to(torch.bfloat16)
     scores = torch.randn(M, shape.num_experts, generator=rng, device=device).softmax(1)
     weights, ids = scores.topk(shape.top_k)
-    adapter_ids = torch.randint(-1, n, (M,), generator=rng, device=device)
+    adapter_ids = torch.randint(-1, n, (M,), generator=rng, device=device, dtype=torch.int32)
     return Tokens(x, weights, ids.to(torch.int32), adapter_ids)
+
+
+def compile_kernels(given: Any) -> None:
+    """Compile the kernels of all cells at once, of layers with and without adapters."""
+    from tools.compile_kernels import Call, compile_here
+
+    sizes = [SHAPES[name] for name in given.shape]
+    compile_here(
+        [
+            Call(
+                (one.num_experts, one.top_k, one.hidden_size, one.intermediate_size),
+                *(M, scheme),
+                rank=rank,
+            )
+            for one in sizes
+            for scheme in given.scheme
+            for M in given.M
+            for rank in (0, given.rank)
+        ]
+    )
 
 
 def bytes_hit(stack: moe_ops.LoRAStack, tokens: Tokens) -> int:
@@ -277,6 +297,8 @@ def main() -> None:
         path.write_text(json.dumps(content, indent=1) + "\n")
 
     print(f"{gpu}, a copy moves {rate / 1e6:.2f} TB/s", HEAD, sep="\n")
+    if not given.dry_run:
+        compile_kernels(given)
     with torch.no_grad():
         for name in given.shape:
             for scheme in given.scheme:

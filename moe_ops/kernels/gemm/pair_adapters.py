@@ -75,7 +75,7 @@ class PairTile(NamedTuple):
 
     S: Runtime
     R: Constant
-    PAIR_BUCKET: Constant  # as of `moe_ops_permute_tokens`; 0: positions are those of pairs
+    PAIR_BUCKET: Constant  # as of `moe_ops_permute_tokens`; 0: in the order of pairs
     BLOCK_W: Constant
     BLOCK_R: Constant
 
@@ -90,23 +90,19 @@ def adapters_of(adapter_ptr, adapter_stride, n, token, ok):
 
 
 @triton.jit
-def place_of(
+def position_of(
     pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
     PAIR_BUCKET: tl.constexpr,
 ):  # fmt: skip
-    """(expert, or -1 if it is not here; position) of a pair."""
+    """The position of a pair."""
     if PAIR_BUCKET:
-        e, of_others, rank, _ = sorted_position(
+        _, of_others, rank, _ = sorted_position(
             pair, ids_ptr, map_ptr, S, E, num_ids, top_k,
             ids_stride_m, ids_stride_k, map_stride, PAIR_BUCKET,
         )  # fmt: skip
-        return e, of_others + rank
+        return (of_others + rank).to(tl.int64)
     else:
-        e = local_expert(
-            ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, top_k,
-            ids_stride_m, ids_stride_k, map_stride,
-        )  # fmt: skip
-        return e, pair
+        return pair.to(tl.int64)
 
 
 @triton.jit
@@ -192,9 +188,9 @@ def moe_ops_pairs_narrow(
     gdc_launch_dependents(PDL)
     pair = tl.program_id(0)
     token = (pair // top_k).to(tl.int64)
-    e, position = place_of(
-        pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
-        PAIR_BUCKET,
+    e = local_expert(
+        ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, top_k,
+        ids_stride_m, ids_stride_k, map_stride,
     )  # fmt: skip
     adapter = adapters_of(adapter_ptr, adapter_stride, n, token, e >= 0)
     has_one = adapter < n
@@ -210,9 +206,14 @@ def moe_ops_pairs_narrow(
     if topk_weights_ptr is not None:
         topk_weights_ptr += token * topk_weights_stride_m + (pair % top_k) * topk_weights_stride_k
         scale *= tl.load(topk_weights_ptr, mask=has_one, other=0.0).to(tl.float32)
+    row = token
+    if not TOKENS:
+        row = position_of(
+            pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+            PAIR_BUCKET,
+        )  # fmt: skip
     if not BESIDE:
         gdc_wait(PDL)
-    row = token if TOKENS else position.to(tl.int64)
     total = tl.zeros((BLOCK_R,), tl.float32)
     for start in tl.range(begin, end, BLOCK_W, num_stages=1):
         w, current = start + lane, matrix
@@ -281,9 +282,9 @@ def moe_ops_pairs_widen(
 ):
     """y = b[adapter, e] u, 0 for pairs without an adapter. Grid: (pairs, tiles of the columns)."""
     pair = tl.program_id(0)
-    e, position = place_of(
-        pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
-        PAIR_BUCKET,
+    e = local_expert(
+        ids_ptr, map_ptr, pair, pair >= 0, E, num_ids, top_k,
+        ids_stride_m, ids_stride_k, map_stride,
     )  # fmt: skip
     token = (pair // top_k).to(tl.int64)
     adapter = adapters_of(adapter_ptr, adapter_stride, n, token, e >= 0)
@@ -293,13 +294,17 @@ def moe_ops_pairs_widen(
     matrix_row = (adapter.to(tl.int64) * E + e) * W + w
     mask = (w < tl.where(has_one, W, 0))[:, None] & (r < R)[None, :]
     matrix = tl.load(matrix_ptr + matrix_row[:, None] * R + r[None, :], mask=mask, other=0.0)
+    position = position_of(
+        pair, ids_ptr, map_ptr, S, E, num_ids, top_k, ids_stride_m, ids_stride_k, map_stride,
+        PAIR_BUCKET,
+    )  # fmt: skip
     gdc_wait(PDL)
     gdc_launch_dependents(PDL)
     stride = tl.cast(S, tl.int64) * R
     u_mask = r < tl.where(has_one, R, 0)
     u = sum_of_parts(u_ptr + pair.to(tl.int64) * R + r, stride, u_mask, SHARES)
     y = tl.sum(matrix.to(tl.float32) * u[None, :], 1)
-    y_ptrs = y_ptr + position.to(tl.int64) * y_stride_m + w.to(tl.int64) * y_stride_n
+    y_ptrs = y_ptr + position * y_stride_m + w.to(tl.int64) * y_stride_n
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=w < tl.where(e >= 0, W, 0))
 
 
