@@ -233,9 +233,9 @@ def measure(
                 peer = peer_of(given.flashinfer, stack, sets, shape.intermediate_size)
                 if not peer.error < 3e-2:
                     raise ValueError(f"relative error {peer.error:.2g}")
-            except Exception as error:  # a peer may fail in any way
+            except Exception as failure:  # a peer may fail in any way
                 peer = None
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
                 print(f"  FlashInfer: {reason}", flush=True)
         if not given.dry_run:
             for i in range(SETS):
