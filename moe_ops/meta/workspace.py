@@ -53,17 +53,6 @@ def padded_rows(M: int, top_k: int, E: int, alignment: int) -> int:
     return round_up(pairs + minimum(pairs, E) * (alignment - 1), alignment)
 
 
-def contiguous(M: int, N: int, K: int, I: int, top_k: int, E: int, alignment: int) -> Shapes:
-    """Rows grouped by expert, each group padded to `alignment` rows.
-
-    Returns (workspace13 shape, workspace2 shape): workspace13 holds permuted inputs (.., K) and
-    the activation's output (.., I); workspace2 holds gate/up (.., N) and the expert outputs (..,
-    K).
-    """
-    rows = padded_rows(M, top_k, E, alignment)
-    return (rows, maximum(I, K)), (rows, maximum(N, K))
-
-
 def masked(E: int, T: int, N: int, K: int, I: int) -> Shapes:
     """One padded block of T rows per expert.
 

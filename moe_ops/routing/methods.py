@@ -52,34 +52,6 @@ def resolve_routing_method(method: RoutingMethod | str) -> RoutingMethod:
     )
 
 
-def get_routing_method(
-    scoring: str,
-    top_k: int,
-    renormalize: bool,
-    num_expert_group: int | None,
-    has_correction_bias: bool,
-) -> RoutingMethod:
-    """The method of a model's router settings, for kernels that route by themselves.
-
-    A correction bias with sigmoid scores and groups is DeepSeekV3, any other bias Unspecified;
-    sigmoid top-1 is Llama4, any other sigmoid Unspecified; softmax is Renormalize or Default.
-    Other settings are not distinguished: softmax with groups is the same as softmax without.
-
-    Raises:
-        ValueError: unknown scoring.
-    """
-    check_one_of("scoring", scoring, SCORINGS)
-    if has_correction_bias:
-        if scoring == "sigmoid" and (num_expert_group or 0) > 0:
-            return RoutingMethod.DEEPSEEK_V3
-        return RoutingMethod.UNSPECIFIED
-    if scoring == "sigmoid" and top_k == 1:
-        return RoutingMethod.LLAMA4
-    if scoring == "softmax":
-        return RoutingMethod.RENORMALIZE if renormalize else RoutingMethod.DEFAULT
-    return RoutingMethod.UNSPECIFIED
-
-
 def check_method_takes(name: str, top_k: int, method: RoutingMethod | str) -> None:
     """Raise for a number of experts per token (the argument `name`) that the method forbids."""
     if method == RoutingMethod.LLAMA4 and top_k != 1:

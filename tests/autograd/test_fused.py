@@ -33,7 +33,6 @@ from tests.support.cases import BF16, FP32, Case, refill
 from tests.support.stand_ins import stand_ins
 
 CUDA = torch.cuda.is_available()
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="plain torch runs here")

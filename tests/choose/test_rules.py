@@ -19,7 +19,6 @@ TABLES = {
 }
 # a row of w13 among those of both products
 ELSEWHERE = {("WGMMA_GEMM2", "m8 4bit c256 sparse w13")}
-FACTS = [{"a": a, "b": b} for a, b in itertools.product((True, False), (True, False))]
 
 
 def test_the_last_row_of_each_table_holds_always():
