@@ -535,7 +535,7 @@ def compile_training(
             if trained and not call.bias and activation.gated and not activation.interleaved:
                 gate = Weight(_empty(E, I, K, dtype=dtype))
                 pair = PairStep(gate.data, rows._replace(w13=gate), adapters, products)
-                pair.backward(grad, h, None, index, needs._replace(weights=False))
+                pair.backward(grad, h, h[:, :I], index, needs._replace(weights=False))
     return found
 
 

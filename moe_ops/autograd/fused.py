@@ -309,9 +309,8 @@ class FusedStep(Step):
         needs_dweights: bool,
         needs_factors: bool,
     ) -> Derived:
-        dh, dx, up = self.gradient_of_h() if needs_dh else (None, None, None)
         found = Derived(
-            dh,
+            self.rows(self.N) if needs_dh else None,
             self.rows(self.I) if needs_scaled else None,
             self.of_pairs() if needs_dweights else None,
             self.x.new_empty(self.S, dtype=torch.float32) if needs_factors else None,
@@ -321,17 +320,12 @@ class FusedStep(Step):
         hidden = None
         if self.rounding is not None and (needs_scaled or needs_dweights):
             hidden = self.activated(h)
-        to = Gradients(dx, up, *found[1:])
+        to = Gradients(found.dh, None, *found[1:])
         args = self.activation, to, h, self.b13, hidden, dhidden, self.of_output
         self.run(derive(*args, self.I, self.top_k, self.layout))
         if found.dweights is not None and self.b2 is not None:
             self.run(dot(found.dweights, self.grad, self.layout, self.top_k, bias=self.b2))
         return found
-
-    def gradient_of_h(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """dh, which its caller fills, and what `derive` writes of it."""
-        dh = self.rows(self.N)
-        return dh, dh, None
 
     def of_pairs(self) -> Tensor:
         """(M, top_k) fp32, which its caller fills."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_ops.autograd import composition, training
 from moe_ops.autograd.adapters import Adapters
+from moe_ops.autograd.kept import Kept
 from moe_ops.autograd.step import Step
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
@@ -72,7 +73,11 @@ class GroupedStep(Step):
         return drows.to(self.x.dtype)
 
 
-PASSES = training.Passes(GroupedStep, Lazy("moe_ops.autograd.grouped_fused:GroupedFusedStep"))
+class KeptStep(Kept, GroupedStep):
+    """`Kept` in plain torch."""
+
+
+_PASSES = training.Passes(GroupedStep, Lazy("moe_ops.autograd.grouped_fused:GroupedFusedStep"))
 
 
 def _inputs(values: Sequence[Any]) -> training.Inputs:
@@ -83,7 +88,7 @@ def _inputs(values: Sequence[Any]) -> training.Inputs:
 
 
 def _forward(*values: Any) -> tuple[Tensor, ...]:
-    return PASSES.forward(_inputs(values))
+    return _PASSES.forward(_inputs(values))
 
 
 def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
@@ -94,7 +99,7 @@ def _backward(grad: Tensor, h: Tensor, u: Tensor, index: Tensor, *rest: Any) -> 
     """Gradients of the inputs in the order of `_GRADIENTS`; (0,) if one is not needed."""
     *values, needs = rest
     needs = [*needs[:_WEIGHTS], False, *needs[_WEIGHTS:]]
-    found = PASSES.backward(_inputs(values), grad, h, u if u.numel() else None, index, needs)
+    found = _PASSES.backward(_inputs(values), grad, h, u if u.numel() else None, index, needs)
     return tuple([*found[:_WEIGHTS], *found[_WEIGHTS + 1 :]])
 
 

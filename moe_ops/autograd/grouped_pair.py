@@ -1,5 +1,6 @@
 """`grouped_experts` whose gate and up rows are two matrices (E, I, K): `grouped_pair_forward`
-returns (out, h, index) as `experts_forward` does, and `grouped_pair_backward` the gradients.
+returns (out, h, hidden, index) and `grouped_pair_backward` the gradients. hidden (R, I) are the
+rows that w2 multiplies, the others are as `experts_forward` returns them.
 
 Products of csrc/cutlass read both where they are. For plain torch and for torch's products each
 pass copies them into one. What one of the ways keeps the other one reads.
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.autograd import composition, gate_up, grouped, training
+from moe_ops.autograd import composition, gate_up, training
 from moe_ops.autograd.adapters import UNADAPTED
-from moe_ops.autograd.grouped import GroupedStep
+from moe_ops.autograd.grouped import GroupedStep, KeptStep
 from moe_ops.kernels.activation import activated
 from moe_ops.kernels.launch import Lazy
 from moe_ops.meta import flops
@@ -31,6 +32,7 @@ _INPUTS = (
 )
 _GRADIENTS = (0, 1, 2, 3)  # places of hidden_states, gate, up and w2
 
+_JOINED = training.Passes(KeptStep, Lazy("moe_ops.autograd.grouped_fused:KeptFusedStep"))
 _pair_step = Lazy("moe_ops.autograd.grouped_fused:PairStep")
 
 
@@ -63,42 +65,43 @@ def _passes(values: Sequence[Any]) -> tuple[training.Passes, training.Inputs]:
     """What runs a call, and on what."""
     call, up = _call(values)
     if not _reads_both(call, up):
-        return grouped.PASSES, _joined(values)
+        return _JOINED, _joined(values)
     fused = functools.partial(_pair_step, up)
-    return training.Passes(GroupedStep, fused), training.Inputs(call, UNADAPTED)
+    return training.Passes(KeptStep, fused), training.Inputs(call, UNADAPTED)
 
 
-def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(*values: Any) -> tuple[Tensor, ...]:
     passes, inputs = _passes(values)
-    out, h, _, index = passes.forward(inputs)
-    return out, h, index
+    return passes.forward(inputs)
 
 
-def _forward_fake(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
     call, _ = _call(values)
     x, (E, I, _) = call.hidden_states, call.w13.data.shape  # noqa: E741
     R = x.shape[0]
-    h = x.new_empty(0 if call.options.recompute else R, 2 * I)
-    return x.new_empty(x.shape), h, x.new_empty(E + R, dtype=torch.int32)
+    kept = [x.new_empty(0 if call.options.recompute else R, size) for size in (2 * I, I)]
+    return x.new_empty(x.shape), *kept, x.new_empty(E + R, dtype=torch.int32)
 
 
-def _backward(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _backward(
+    grad: Tensor, h: Tensor, hidden: Tensor, index: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     """Gradients of the inputs in the order of `_GRADIENTS`; (0,) if one is not needed."""
     *values, needs = rest
     of_both = needs[1] or needs[2]
     passes, inputs = _passes(values)
     asked = [needs[0], of_both, needs[3], *[False] * 7]
-    found = passes.backward(inputs, grad, h, None, index, asked)
+    found = passes.backward(inputs, grad, h, hidden, index, asked)
     x, w13, w2 = found[:3]
-    if passes is not grouped.PASSES:
+    if passes is not _JOINED:
         return x, w13, found[-1], w2
     if not of_both:
         return x, w13, w13.clone(), w2
     return x, *gate_up.backward(w13, False, w13.dtype), w2
 
 
-def _backward_fake(grad: Tensor, h: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *values, needs = rest
+def _backward_fake(grad: Tensor, h: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *values, needs = rest[2:]  # behind hidden and index
     needs = [needs[0], *[any(needs[1:3])] * 2, needs[3]]  # both matrices' gradients come together
     wanted = zip(_GRADIENTS, needs, strict=True)
     return tuple(
@@ -112,7 +115,7 @@ def _layer(values: Sequence[Any]) -> Tensor:
 
 backward = register_function(
     "grouped_pair_backward",
-    f"(Tensor grad, Tensor h, Tensor index, {_INPUTS}, bool[4] needs) -> "
+    f"(Tensor grad, Tensor h, Tensor hidden, Tensor index, {_INPUTS}, bool[4] needs) -> "
     f"({', '.join(['Tensor'] * len(_GRADIENTS))})",
     _backward,
     _backward_fake,
@@ -124,7 +127,7 @@ backward = register_function(
 
 forward = register_function(
     "grouped_pair_forward",
-    f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor index)",
+    f"({_INPUTS}) -> (Tensor out, Tensor h, Tensor hidden, Tensor index)",
     _forward,
     _forward_fake,
     training.recorded((5,), _GRADIENTS, backward, _layer, None),

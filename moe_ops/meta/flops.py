@@ -144,20 +144,10 @@ def grouped_pair_forward(x: tuple, gate: tuple, up: tuple, w2: tuple, *_: Any, *
     return experts_forward(x, _joined(gate), w2, one, one)
 
 
-def grouped_pair_backward(
-    grad: tuple,
-    h: tuple,
-    index: tuple,
-    x: tuple,
-    gate: tuple,
-    up: tuple,
-    w2: tuple,
-    *rest: Any,
-    **k: Any,
-) -> int:
+def grouped_pair_backward(grad: tuple, h: tuple, hidden: tuple, *rest: Any, **k: Any) -> int:
     """FLOPs of `grouped_pair_backward`: likewise."""
-    needs_x, *needs_w13, needs_w2 = rest[-1]
-    one, needs = (x[0], 1), [needs_x, any(needs_w13), needs_w2, False, False, False]
+    index, x, gate, up, w2, *_, (needs_x, needs_gate, needs_up, needs_w2) = rest
+    one, needs = (x[0], 1), [needs_x, needs_gate or needs_up, needs_w2, False, False, False]
     return experts_backward(grad, h, index, x, _joined(gate), w2, one, one, needs)
 
 

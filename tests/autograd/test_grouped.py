@@ -7,7 +7,7 @@ import torch
 
 import moe_ops
 from moe_ops.activations import Activation
-from moe_ops.autograd import gate_up, grouped
+from moe_ops.autograd import gate_up, grouped, grouped_fused
 from moe_ops.environment import INTERPRETED
 from moe_ops.planning import training as planning
 from tests.autograd.conftest import on_gpu
@@ -182,11 +182,21 @@ def test_pair_without_a_cast(where, activation, recompute):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels of csrc/cutlass need a GPU")
-@pytest.mark.parametrize("frozen", ["", "w13", "x", "x w2"])
+@pytest.mark.parametrize("frozen", ["", "w13", "x", "x w2", "w2"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_pair_that_is_not_copied(recompute, frozen, monkeypatch):
-    """By products that take both matrices; each gradient alone, too."""
-    ran = []
+    """By products that take both matrices; each gradient alone, too. The gradient of h is made
+    beside the product that gives that of w2.
+    """
+    ran, beside = [], []
+    derive = grouped_fused.derive
+    monkeypatch.setattr(grouped_fused, "SPARE_FROM", 0)
+
+    def noted(*args):  # the interpreter knows no kernel beside another
+        beside.append(args[-1])
+        return derive(*args[:-1])
+
+    monkeypatch.setattr(grouped_fused, "derive", noted)
     monkeypatch.setattr(planning, "INTERPRETED", True)
     monkeypatch.setattr(planning, "_products", lambda *_: stand_ins(ran))
     monkeypatch.setattr(gate_up, "_gate_up", lambda *_: pytest.fail("copied"))
@@ -199,6 +209,7 @@ def test_pair_that_is_not_copied(recompute, frozen, monkeypatch):
         found = torch.autograd.grad(out, [given[name] for name in names], rows.cotangent)
     rows.compare(out, want, dict(zip(names, found, strict=True)), expected)
     assert ran.count("pair") == 1 + recompute and ran.count("low") == ("x" in names)
+    assert beside == ["w2" in names] and ran.count("spare 32") == ("w2" in names)
 
 
 @pytest.mark.parametrize("fused_first", [True, False])
@@ -217,6 +228,21 @@ def test_a_pair_is_read_by_one_another(fused_first, monkeypatch):
     found = torch.autograd.grad(out, list(given.values()), rows.cotangent)
     rows.compare(out, want, dict(zip(given, found, strict=True)), expected)
     assert ran == (["pair"] if fused_first else ["low"])
+
+
+@on_gpu
+def test_bits_of_a_pair_with_kernels_beside_products(where, monkeypatch):
+    """In memory that is used again and again, with rows and counts that change."""
+    for seed in range(6):
+        counts = (700 + 90 * seed, 0, 1300 - 50 * seed, 64, 513)
+        rows = Rows(*where, counts=counts, K=1024, I=384, seed=seed)
+        found = []
+        for first in (1 << 30, 0, 0):
+            monkeypatch.setattr(grouped_fused, "SPARE_FROM", first)
+            found.append(rows.gradients(of_pair)[1])
+        for name, want in found[0].items():
+            assert torch.isfinite(want).all(), name
+            assert all(torch.equal(one[name], want) for one in found[1:]), name
 
 
 def test_master_weights_are_cast_once():

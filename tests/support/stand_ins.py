@@ -20,6 +20,8 @@ def stand_ins(ran: list[str]) -> Products:
         return y
 
     def outer(a, b, ends, spare=0):
+        if spare:
+            ran.append(f"spare {spare}")
         return PORTABLE.outer(a, b, ends)
 
     def activate_into(

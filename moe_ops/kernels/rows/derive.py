@@ -23,6 +23,7 @@ from moe_ops.kernels.device.activations import (
     one_and_derivative,
 )
 from moe_ops.kernels.device.experts import ends_of_experts, expert_of_row
+from moe_ops.kernels.device.pdl import gdc_wait_at_the_end
 from moe_ops.kernels.launch import (
     Constant,
     Launch,
@@ -98,6 +99,7 @@ class Derive:
     activation: Activated
     TOP_K: Constant
     BLOCK_I: Constant
+    BESIDE: Constant  # it runs beside the kernel before: gdc_wait_at_the_end
 
 
 @kernel(Derive)
@@ -130,6 +132,7 @@ def moe_ops_train_derive(
     HAS_LIMIT: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     """Through the activation and the router weight s of a pair, from the gradient dh of s * h:
     dx = s * dh * activation'(x), ds = sum of dh * h, and s * h, with h = activation(x + bias) or
@@ -142,6 +145,7 @@ def moe_ops_train_derive(
     if row < 0:
         if to_dweights_ptr is not None:
             tl.store(to_dweights_ptr + pair, 0.0)
+        gdc_wait_at_the_end(BESIDE)
         return
     s = 1.0
     if weights_ptr is not None:
@@ -203,6 +207,7 @@ def moe_ops_train_derive(
                         tl.store(of_up_ptr + i, du, mask=ok)
     if to_dweights_ptr is not None:
         tl.store(to_dweights_ptr + pair, tl.sum(total, 0))
+    gdc_wait_at_the_end(BESIDE)
 
 
 def derive(
@@ -216,9 +221,11 @@ def derive(
     I: int,  # noqa: E741
     top_k: int,
     layout: Layout,
+    beside: bool = False,
 ) -> Launch:
     """Gradients through the activation and the router weights. `dh` is None where `to.scaled` or
-    `to.factors` alone are asked for.
+    `to.factors` alone are asked for. `beside`: it runs beside the kernel before, which writes
+    nothing that it reads, and does not use what it writes.
     """
     S, N = x.shape
     columns, warps = columns_at_once(I)
@@ -236,6 +243,7 @@ def derive(
         activation=activation,
         TOP_K=top_k,
         BLOCK_I=columns,
+        BESIDE=beside,
     )
     return Launch(moe_ops_train_derive, (S, 1, 1), args, warps)
 
