@@ -1,15 +1,13 @@
 """The paths that a training step takes: each test that asks for `where` runs on all of them."""
 
 import pytest
-import torch
 
 from moe_ops.backends.cutlass import products as native
 from moe_ops.environment import INTERPRETED
 from moe_ops.planning import training as planning
 from tests.support.cases import BF16, FP16, FP32
+from tests.support.places import ON_GPU
 
-CUDA = torch.cuda.is_available()
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
 PLACES = [
     ("plain", "cpu", FP32),
     ("plain", "cpu", BF16),

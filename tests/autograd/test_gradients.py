@@ -13,10 +13,9 @@ from moe_ops.autograd import composition, training
 from moe_ops.numerics import permute
 from moe_ops.planning import training as planning
 from tests.support import oracle
-from tests.support.cases import BF16, FP16, FP32, FP64, Case, poisoned_memory
+from tests.support.cases import BF16, FP16, FP32, FP64, LIMITED, Case, poisoned_memory
+from tests.support.places import CUDA, ON_GPU
 
-CUDA = torch.cuda.is_available()
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
 # Forward and backward round some ten times; as cases.TOLERANCE otherwise.
 TOLERANCE = {FP64: 1e-12, FP32: 2e-5, BF16: 4 * 2.0**-8, FP16: 4 * 2.0**-11}
 PLACES = [
@@ -160,15 +159,7 @@ weighed = pytest.mark.parametrize("options", WEIGHED, ids=("plain", "bias", "on_
 
 @pytest.mark.parametrize(
     "activation",
-    [
-        *NAMES,
-        Activation("silu", limit=0.7),
-        Activation("swigluoai", alpha=0.9, beta=0.4, limit=0.8),
-        Activation("swigluoai_uninterleave", alpha=1.3, beta=0.0, limit=0.6),
-        Activation("swiglustep", limit=0.3),
-        Activation("situ", beta=0.8, limit=0.7),
-        Activation("powlu", alpha=1.5, limit=0.6),
-    ],
+    [*NAMES, *LIMITED],
     ids=str,
 )
 @pytest.mark.parametrize("bias", [False, True], ids=("plain", "bias"))

@@ -22,7 +22,7 @@ from tests.autograd.test_gradients import (
     leaves,
     plain_torch_on_cpus,  # noqa: F401
 )
-from tests.support.cases import BF16, FP32, FP64, Case
+from tests.support.cases import BF16, FP32, FP64, LIMITED, Case
 
 OPS = torch.ops.moe_ops
 pytestmark = pytest.mark.usefixtures("plain_torch_on_cpus")
@@ -37,15 +37,7 @@ def recomputing(*args, **options):
 
 @pytest.mark.parametrize(
     "activation",
-    [
-        *[Activation(name) for name in NAMES],
-        Activation("silu", limit=0.7),
-        Activation("swigluoai", alpha=0.9, beta=0.4, limit=0.8),
-        Activation("swigluoai_uninterleave", alpha=1.3, beta=0.0, limit=0.6),
-        Activation("swiglustep", limit=0.3),
-        Activation("situ", beta=0.8, limit=0.7),
-        Activation("powlu", alpha=1.5, limit=0.6),
-    ],
+    [*[Activation(name) for name in NAMES], *LIMITED],
     ids=str,
 )
 def test_derivatives_of_activations(activation):

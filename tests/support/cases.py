@@ -42,6 +42,14 @@ QUANTIZED_ON_TENSOR_CORES = 1.5e-2
 # of hidden_states and of the activation's output. 0.01 would not do: 1 / 0.01 is halfway between
 # two e4m3 values but for the last bit of fp32, and 16-bit data hold many ones.
 STATIC_SCALES = (0.0113, 0.0171)
+LIMITED = [  # every formula with a limit, so low that values of unit scale reach it
+    Activation("silu", limit=0.7),
+    Activation("swigluoai", alpha=0.9, beta=0.4, limit=0.8),
+    Activation("swigluoai_uninterleave", alpha=1.3, beta=0.0, limit=0.6),
+    Activation("swiglustep", limit=0.3),
+    Activation("situ", beta=0.8, limit=0.7),
+    Activation("powlu", alpha=1.5, limit=0.6),
+]
 
 
 def fitting(size: int, scheme: str) -> int:

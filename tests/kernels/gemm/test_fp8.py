@@ -11,7 +11,8 @@ import torch
 import moe_ops
 from moe_ops.ops.problem import Machine, Problem
 from tests.support import cases, oracle
-from tests.support.cases import BF16, FP16, FP32, Case
+from tests.support.cases import BF16, FP32, Case
+from tests.support.places import everywhere
 
 triton = pytest.importorskip("triton")
 
@@ -24,16 +25,6 @@ from moe_ops.kernels.rows import e4m3_int8
 from moe_ops.kernels.rows.scales import hidden, rows_of
 from moe_ops.kernels.rows.scales import scales as scales_of
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
-WHERE = [
-    pytest.param(("cpu", FP32), id="interpreted-fp32", marks=INTERPRETED),
-    pytest.param(("cuda", FP32), id="cuda-fp32", marks=ON_GPU),
-    pytest.param(("cuda", BF16), id="cuda-bf16", marks=ON_GPU),
-    pytest.param(("cuda", FP16), id="cuda-fp16", marks=ON_GPU),
-]
-everywhere = pytest.mark.parametrize("where", WHERE)
 SCHEMES = [name for name in oracle.ACTIVATIONS if name.startswith("fp8_")]
 QUANTIZING = [name for name in SCHEMES if oracle.ACTIVATIONS[name]]
 FORMATS = ["fp8_block", "fp8_channel", "fp8_tensor", "fp8_tensor_static", "fp8_w8a16:block"]

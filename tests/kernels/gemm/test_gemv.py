@@ -16,9 +16,9 @@ from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import INTERPRETED, gpu
-from tests.kernels.mixed_gemm.test_sm80_mma import everywhere
 from tests.support import cases
 from tests.support.cases import BF16, FP32, Case, assert_matches, tolerance
+from tests.support.places import everywhere
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -18,22 +18,14 @@ from moe_ops.kernels.launch import Gpu
 from moe_ops.ops.options import Options, encode
 from moe_ops.ops.problem import Machine, Problem
 from tests.support import oracle as formulas
+from tests.support.cases import LIMITED
+from tests.support.places import CUDA, INTERPRETED, everywhere
 
 triton = pytest.importorskip("triton")
 
 from moe_ops.backends.triton import backend
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-WHERE = [
-    pytest.param(("cpu", FP32), id="interpreted-fp32", marks=INTERPRETED),
-    pytest.param(("cuda", FP32), id="cuda-fp32", marks=ON_GPU),
-    pytest.param(("cuda", BF16), id="cuda-bf16", marks=ON_GPU),
-    pytest.param(("cuda", FP16), id="cuda-fp16", marks=ON_GPU),
-]
-everywhere = pytest.mark.parametrize("where", WHERE)
 # Two roundings (h and the output) of half a unit each; the norm of the error stays below one unit.
 # The interpreter truncates to 16 bits instead of rounding: two units.
 TOLERANCE = {FP32: 2e-6, BF16: 2.0**-8, FP16: 2.0**-11}
@@ -163,18 +155,7 @@ def test_every_activation(where, name):
 
 
 @everywhere
-@pytest.mark.parametrize(
-    "act",
-    [
-        Activation("silu", limit=0.7),
-        Activation("swigluoai", alpha=0.9, beta=0.4, limit=0.8),
-        Activation("swigluoai_uninterleave", alpha=1.3, beta=0.0, limit=0.6),
-        Activation("swiglustep", limit=0.3),
-        Activation("situ", beta=0.8, limit=0.7),
-        Activation("powlu", alpha=1.5, limit=0.6),
-    ],
-    ids=lambda act: act.name,
-)
+@pytest.mark.parametrize("act", LIMITED, ids=lambda act: act.name)
 def test_limits_bite(where, act):
     Case(where, 4, 3, 2, 32, 20, act).check()
 

@@ -10,6 +10,7 @@ import torch
 
 from moe_ops.activations import NAMES, Activation
 from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, tolerance
+from tests.support.places import CUDA, INTERPRETED
 
 triton = pytest.importorskip("triton")
 
@@ -21,9 +22,7 @@ from moe_ops.kernels.gemm import sm90_tma  # noqa: E402
 from moe_ops.kernels.gemm.operands import Scaling, weight_of  # noqa: E402
 from moe_ops.kernels.launch import Gpu  # noqa: E402
 
-CUDA = torch.cuda.is_available()
 ENGINE = CUDA and torch.cuda.get_device_properties(0).shared_memory_per_block_optin > 200 * 1024
-INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not ENGINE, reason="needs a GPU of SM90 or SM100"))
 WHERE = [
     pytest.param(("cpu", FP32), id="interpreted", marks=INTERPRETED),

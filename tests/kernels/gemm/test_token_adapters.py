@@ -19,6 +19,7 @@ from tests.autograd.test_stack import (
     run,
 )
 from tests.support.cases import BF16, FP32, Case, assert_matches, tolerance
+from tests.support.places import CUDA, INTERPRETED, ON_GPU
 
 pytest.importorskip("triton")
 
@@ -29,9 +30,6 @@ from moe_ops.kernels.gemm.token_adapters import AdapterProducts, Where
 from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS, route_pairs, router_weights
 from moe_ops.kernels.place.sort import route, sort_into
 
-CUDA = torch.cuda.is_available()
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
-INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")
 everywhere = pytest.mark.parametrize(
     "where",
     [

@@ -21,9 +21,10 @@ from moe_ops.kernels.mixed_gemm.configs import GEMV_FORMATS as DOTTED
 from moe_ops.kernels.mixed_gemm.operands import describe
 from moe_ops.schemes import get_scheme
 from tests.kernels.gemm.test_gemv import amid_nan, off_by, steps_of
-from tests.kernels.mixed_gemm.test_sm80_mma import FORMATS, everywhere
+from tests.kernels.mixed_gemm.test_sm80_mma import FORMATS
 from tests.support import cases
 from tests.support.cases import BF16, FP16, FP32, Case, assert_matches, prepared, refill, tolerance
+from tests.support.places import everywhere
 
 pytest.importorskip("triton")
 

@@ -25,13 +25,12 @@ from moe_ops.ops.call import Weight, take_apart
 from moe_ops.schemes import SCHEMES
 from tests.support import oracle
 from tests.support.cases import BF16, FP16, FP32, fitting
+from tests.support.places import ON_GPU
 
 pytest.importorskip("triton")
 
 from moe_ops.kernels.mixed_gemm import packed
 
-CUDA = torch.cuda.is_available()
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
 ON_CPU = pytest.mark.skipif(not INTERPRETED, reason="with a GPU kernels are compiled")
 # A device and the dtype of rows. The interpreter cuts bf16 off where it should round.
 everywhere = pytest.mark.parametrize(

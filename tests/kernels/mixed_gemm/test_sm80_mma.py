@@ -16,6 +16,7 @@ from moe_ops.ops.problem import Machine, Problem
 from moe_ops.schemes import SCHEMES, get_scheme
 from tests.support import cases, oracle
 from tests.support.cases import BF16, FP16, FP32, Case
+from tests.support.places import INTERPRETED, everywhere
 
 pytest.importorskip("triton")
 
@@ -26,16 +27,6 @@ from moe_ops.kernels.configs import GemmConfig, LayerConfig, block_bound
 from moe_ops.kernels.launch import gpu
 from moe_ops.kernels.mixed_gemm import configs, operands, sm80_mma
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")
-ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
-WHERE = [
-    pytest.param(("cpu", FP32), id="interpreted-fp32", marks=INTERPRETED),
-    pytest.param(("cuda", FP32), id="cuda-fp32", marks=ON_GPU),
-    pytest.param(("cuda", BF16), id="cuda-bf16", marks=ON_GPU),
-    pytest.param(("cuda", FP16), id="cuda-fp16", marks=ON_GPU),
-]
-everywhere = pytest.mark.parametrize("where", WHERE)
 WEIGHT_ONLY = [name for name in filter(operands.describe, SCHEMES) if SCHEMES[name].weight_only]
 ROUNDED = ":(round|ceil)"  # how quantize chose scales: kernels see no difference
 FORMATS = [name for name in WEIGHT_ONLY if not re.search(ROUNDED, name)]

@@ -5,10 +5,11 @@ import torch
 
 from moe_ops.kernels import launch
 from moe_ops.kernels.place.layout import index_parts
+from tests.support.places import INTERPRETED, ON_GPU
 
 pytest.importorskip("triton")
 
-from tests.kernels.gemm.test_sm80_mma import INTERPRETED, ON_GPU, poisoned  # noqa: E402
+from tests.kernels.gemm.test_sm80_mma import poisoned  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import SMALLEST_BLOCK_M, block_bound
 from moe_ops.kernels.place.routing import route_pairs, sorted_rows
+from tests.support.places import INTERPRETED, ON_GPU
 
 triton = pytest.importorskip("triton")
 
 
-from tests.kernels.gemm.test_sm80_mma import GARBAGE, INTERPRETED, ON_GPU, poisoned  # noqa: E402
+from tests.kernels.gemm.test_sm80_mma import GARBAGE, poisoned  # noqa: E402
 
 # --- routing alone -------------------------------------------------------------------------------
 

@@ -16,10 +16,10 @@ from moe_ops.kernels.residency.table import (
 )
 from moe_ops.residency.rows import ExpertEntry, bytes_of, rows_in
 from tests.support.lru import Slots
+from tests.support.places import INTERPRETED, ON_GPU
 
 pytest.importorskip("triton")
 
-from tests.kernels.gemm.test_sm80_mma import INTERPRETED, ON_GPU  # noqa: E402
 
 # rows of 16-byte words, in more than one step and in part of one, and rows of other sizes
 PIECES = {

@@ -9,6 +9,7 @@ import torch
 
 from moe_ops import numerics
 from tests.support.cases import BF16, FP16, FP32
+from tests.support.places import INTERPRETED, ON_GPU
 
 triton = pytest.importorskip("triton")
 
@@ -17,7 +18,6 @@ from moe_ops.kernels.device import e4m3
 from moe_ops.kernels.place.routing import NO_ROUTER_WEIGHTS
 from moe_ops.kernels.rows import e4m3_int8, wire
 from moe_ops.kernels.rows.scales import rows_of
-from tests.kernels.gemm.test_fp8 import INTERPRETED, ON_GPU  # noqa: E402
 
 tl = triton.language
 DEVICES = [

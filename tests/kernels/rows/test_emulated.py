@@ -16,9 +16,9 @@ from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import machine as machines
 from moe_ops.planning import plan as plans
 from moe_ops.schemes import SCHEMES
-from tests.kernels.mixed_gemm.test_sm80_mma import everywhere
 from tests.support import cases, oracle
 from tests.support.cases import BF16, FP32, Case
+from tests.support.places import everywhere
 
 pytest.importorskip("triton")
 
