@@ -25,6 +25,7 @@ from moe_ops.kernels.configs import (
 )
 from moe_ops.kernels.mixed_gemm.configs import SCALED_SUMS, parts_of_row, token_slots
 from moe_ops.kernels.mixed_gemm.operands import (
+    STAGES_OF_EIGHT_WARPS,
     STAGES_OF_STREAMED,
     STAGES_OF_WORDS,
     MixedOperand,
@@ -93,9 +94,9 @@ def choose_wgmma(
         blocks = experts * (1 - exp(-average))
     waves = blocks * cdiv(K, 128) / each  # of GEMM2, of one block a multiprocessor
     held = _wgmma_words(layer, block_m, bits, many) | words(
-        weights=scaling == "weights" and not many,
+        weights=scaling == "weights" and many <= STAGES_OF_EIGHT_WARPS,
         sums=scaling == "sums" and block_m <= SCALED_SUMS,
-        two_operands=many > 0,
+        two_operands=many > STAGES_OF_EIGHT_WARPS,
         tiles=average < 1 and blocks * cdiv(I, 64) > 8 * each,
         long=min(K, I) >= 256,
         deep=average >= 1 and K % 128 > 0,
@@ -129,6 +130,7 @@ def _wgmma_words(layer: LayerSizes, block_m: int, bits: int, many: int) -> froze
     """The words of rules.WGMMA_GEMM and of few tiles."""
     tiles = min(layer.rows, layer.experts) * cdiv(layer.K, 128)
     return of_block(block_m) | words(
+        eight_warps=many == STAGES_OF_EIGHT_WARPS,
         streamed=many == STAGES_OF_STREAMED,
         prepared=many == STAGES_OF_WORDS,
         sparse=layer.rows < layer.experts,

@@ -187,12 +187,13 @@ MIXED_GEMM: Rows[Tile] = (
 # are faster from there on, and slower where experts have several of either. Blocks of 48 rows
 # serve averages between 32 and 64.
 #
-# two_operands: blocks of 48 and 80 rows have registers; streamed, prepared: int4 that is decoded
-# without waits, prepared e2m1; weights: these are scaled in their natural order; sums: these are
-# scaled instead, beside up to 32 rows; tiles: many of GEMM2's programs have a second tile; long:
-# rows of both weights have 256 columns; deep: experts have a row, and w13's have no whole chunks;
-# short2, short3: GEMM2's tiles are a wave of two (three) blocks per multiprocessor and a second
-# one of at most half as many; full: they are more than 1.5 multiprocessors' blocks
+# two_operands: blocks of 48 and 80 rows have registers in four warps; eight_warps: in eight;
+# streamed, prepared: int4 that is decoded without waits, prepared e2m1; weights: these are scaled
+# in their natural order; sums: these are scaled instead, beside up to 32 rows; tiles: many of
+# GEMM2's programs have a second tile; long: rows of both weights have 256 columns; deep: experts
+# have a row, and w13's have no whole chunks; short2, short3: GEMM2's tiles are a wave of two
+# (three) blocks per multiprocessor and a second one of at most half as many; full: they are more
+# than 1.5 multiprocessors' blocks
 WGMMA_BLOCKS: Blocks = ((4, 8), (10, 16), (30, 32), (ANY, 64))
 WGMMA_BLOCKS_OF_TWO: dict[int, Blocks] = {  # by bits
     4: (*WGMMA_BLOCKS[:3], (38, 48), (56, 64), (80, 80), (ANY, 64)),
@@ -201,6 +202,9 @@ WGMMA_BLOCKS_OF_TWO: dict[int, Blocks] = {  # by bits
 FEW_ROWS_OF_SUMS = 6  # up to which blocks of 8 are best where sums are scaled
 EIGHT_WARPS = (128, 256, 2, 8)
 WGMMA_GEMM: Rows[Tile] = (  # of both products
+    ("m80 eight_warps c256", EIGHT_WARPS),
+    ("m48 eight_warps c256", EIGHT_WARPS),
+    ("eight_warps !m8 !m16 !m32 !c256", (128, 128, 4, 8)),
     ("m80 streamed", (128, 128, 4, 4)),
     ("m80", (128, 128, 3, 4)),
     ("m48 8bit", (128, 128, 4, 4)),

@@ -14,6 +14,7 @@ from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.configs import SM90_WGMMA, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm import sm90_occupancy
+from moe_ops.kernels.mixed_gemm.operands import STAGES_OF_EIGHT_WARPS
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import occupancy
 from tests.kernels.mixed_gemm.test_sm90_wgmma import wgmma_kernel
 
@@ -53,6 +54,21 @@ def test_blocks_of_80_rows():
         kernel = wgmma_kernel(name, 80, found.gemm1)._replace(streams=stages == 4, steps=32)
         assert (kernel.more, sm90_occupancy.columns_of(80)) == (16, 64)
         assert occupancy(kernel, 256, GPU) == (2, 128, True, False)
+
+
+def test_blocks_of_two_operands_by_eight_warps():
+    """Of weights of 4 bits that lack registers in four."""
+    scheme = "nf4_w4a16:g64"
+    for average, block_m in ((30, 32), (31, 48), (39, 64), (57, 80), (80, 80), (81, 64)):
+        for K, tile in ((4096, (128, 256, 2, 8)), (2880, (128, 128, 4, 8))):
+            found = choose_wgmma(8 * average, 8, K, K, 4, STAGES_OF_EIGHT_WARPS, "weights")
+            assert found.block_m == block_m
+            if block_m > 32:
+                assert found.gemm1 == found.gemm2 == GemmConfig(*tile)
+            if block_m in (48, 80):
+                kernel = wgmma_kernel(scheme, block_m, found.gemm1)
+                assert kernel.more == 16
+                assert occupancy(kernel, 256, GPU) == (2, 80, False, False)
 
 
 def test_blocks_of_48_rows():

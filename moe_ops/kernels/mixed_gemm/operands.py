@@ -18,6 +18,7 @@ from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import ELEMENT_FORMATS, QuantDesc, get_scheme
 
 # `MixedOperand.stages_of_many`
+STAGES_OF_EIGHT_WARPS = 2  # of other weights of 4 bits that are scaled themselves
 STAGES_OF_WORDS = 3  # of prepared e2m1
 STAGES_OF_STREAMED = 4  # of `MixedOperand.streams`, and in 8 bits of a scale for each row
 
@@ -181,14 +182,18 @@ class MixedOperand(NamedTuple):
     def stages_of_many(self) -> int:
         """How many K tiles of 128 columns blocks of 80 rows, or in 8 bits of 48, have in shared
         memory, so that two of four warps fit on a multiprocessor; 0 of weights that do not run in
-        such blocks. Prepared weights (STAGES_OF_WORDS) have their scales there, too.
+        such blocks. Prepared weights (STAGES_OF_WORDS) have their scales there, too. Others of 4
+        bits lack registers in four warps, and have two tiles of 256 columns for eight.
         """
         of = self.wgmma_format
         words = of.name == "e2m1_words" and self.k_chunk == 128
         whole_rows = of.bits == 8 and of.scale == "end" and not self.has_zero
         if self.streams or whole_rows:
             return STAGES_OF_STREAMED
-        return STAGES_OF_WORDS if words else 0
+        if words:
+            return STAGES_OF_WORDS
+        eight_warps = of.bits == 4 and of.scales_weights and self.k_chunk == 128
+        return STAGES_OF_EIGHT_WARPS if eight_warps else 0
 
     def in_16_bits(self) -> MixedOperand:
         """An operand of products in e4m3, for products in bf16 instead."""

@@ -686,7 +686,7 @@ def consume(
     WIDEN: gl.constexpr = is_widened(scale_ptrs.dtype.element_ty) if PROMOTE else False
     # products that may stay in flight: the last chunk's
     PENDING: gl.constexpr = 2 * MMAS if MORE_M else MMAS
-    gl.static_assert(MORE_M == 0 or (OVERLAP and ROWS < BLOCK_N and not PROMOTE and not STREAM))
+    gl.static_assert(MORE_M == 0 or ((ROWS < BLOCK_N) == OVERLAP and not PROMOTE and not STREAM))
     gl.static_assert(MORE_M == 0 or SEGMENTS == 1)
     scale, next_scale, zero, next_zero, factor, next_factor = scales
     if s_chunks is None:
@@ -744,11 +744,14 @@ def consume(
                     if HAS_ZERO:
                         z = z.to(gl.float32) * gl.expand_dims(half(factor >> 16), 1)
                 if ROWS == BLOCK_N:
-                    d, _, _ = issue_wgmma(
+                    d, w0, w1 = issue_wgmma(
                         codes, s, z, products_ptr, x0, x1, acc0,
                         GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                     )  # fmt: skip
-                    if not OVERLAP:
+                    if MORE_M:
+                        more0 = issue_more(w0, w1, x2, x3, more0, FORMAT)
+                        acc0, more0 = warpgroup_mma_wait(0, [d, more0])
+                    elif not OVERLAP:
                         d = warpgroup_mma_wait(0, [d])
                         acc0 = accumulate(acc0, d, s, FORMAT, PROMOTE)
                     elif not PROMOTE:
@@ -846,7 +849,7 @@ def consume(
         acc = join_halves(acc, acc1)
     more = acc
     if MORE_M:
-        more = join_halves(more0, more1)
+        more = join_halves(more0, more1) if ROWS < BLOCK_N else more0
     if SEGMENTS > 1:
         return slot, phase, acc, more
     else:

@@ -161,7 +161,7 @@ def _may_overlap(kernel: WgmmaKernel) -> bool:
     if kernel.block_m > 32 and of.name == "e2m1_words":
         return (config.block_n, config.num_warps) == (128, 4)
     if kernel.more:
-        return True
+        return config.block_n > 16 * config.num_warps
     if kernel.block_m == 32:
         return of.scales_weights and not kernel.has_zero
     whole = config.block_n == 16 * config.num_warps

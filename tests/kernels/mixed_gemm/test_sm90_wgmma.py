@@ -442,6 +442,7 @@ for scheme, activation in cases.items():
         else (48, GemmConfig(128, 128, 3, 4))
         if scheme in ("int4_w4a16:g128", "int8_w8a16:channel")
         else (64, GemmConfig(128, 256, 2, 8)),
+        *[(80, GemmConfig(128, 256, 2, 8))] * (scheme in ("nf4_w4a16:g64", "int4_w4a16:g64:zp")),
         *[(8, GemmConfig(128, 256, 2, 4))] * (scheme == "int4_w4a16:g128"),
         *[(8, GemmConfig(64, 256, 3, 4))]
         * (scheme in ("int4_w4a16:g128", "int4_w4a16:g128:zp", "int8_w8a16:channel")),
@@ -726,13 +727,17 @@ def test_values(scheme, config):
     check(scheme, layer(*config), M=11 * config[0] // 8, E=4, top_k=2, K=640, I=384, bias=True)
 
 
+EIGHT_WARPS = ("int4_w4a16:g32", "int4_w4a16:g64:zp", "int4_w4a16:g32:super:min", "nf4_w4a16:g64")
+
+
 @pytest.mark.parametrize(
     "scheme, block_m",
     [
         pytest.param(name, block_m, marks=ON_GPU)
         for block_m, names in {
-            80: ("int4_w4a16:g128", "int4_w4a16:g128:zp", "int4_w4a16:g32", *PREPARED),
-            48: ("int4_w4a16:g128", "int8_w8a16:channel", "fp8_w8a16:channel", *PREPARED),
+            80: ("int4_w4a16:g128", "int4_w4a16:g128:zp", *EIGHT_WARPS, *PREPARED),
+            48: ("int8_w8a16:channel", "fp8_w8a16:channel", "int4_w4a16:g128", *PREPARED)
+            + EIGHT_WARPS,
         }.items()
         for name in names
     ],
@@ -741,6 +746,8 @@ def test_blocks_of_two_operands(scheme, block_m):
     """Of 80 rows, 64 and 16: experts have fewer than 64, up to 80, and more. Of 48, 32 and 16:
     likewise."""
     gemms = [(128, 128, 3, 4)] + [(128, 256, 2, 4)] * ("8_w8a16" in scheme or "fp8" in scheme)
+    if scheme in EIGHT_WARPS:
+        gemms = [(128, 128, 4, 8), (128, 256, 2, 8)]
     experts = torch.tensor([-1] * 2 + [0] * 33 + [1] * 65 + [2] * 79 + [3] * 153)
     experts = experts[torch.randperm(332, generator=torch.Generator().manual_seed(0))]
     cases = itertools.product(gemms, ((2, False, 1), (1, True, 2)))
