@@ -153,9 +153,9 @@ def middle_of(FORMAT, TWO_GROUPS):
 
 
 @triton.jit
-def word_products(w, x, acc, FORMAT: tl.constexpr, MIDDLE: tl.constexpr):
+def word_products(w, x, acc, FORMAT: tl.constexpr, MIDDLE: tl.constexpr, EXACT: tl.constexpr):
     """acc plus the products of the columns of words w (BLOCK_N, CHUNKS) with x (CHUNKS, columns of
-    a word), whose weights have MIDDLE (`middle_of`) more.
+    a word), whose weights have MIDDLE (`middle_of`) more. EXACT: levels are not in units of bf16.
     """
     x0, x1, x2, x3, x4, x5, x6, x7 = split_columns(x, word_columns(FORMAT))
     if FORMAT == "int4":
@@ -180,7 +180,7 @@ def word_products(w, x, acc, FORMAT: tl.constexpr, MIDDLE: tl.constexpr):
         second = second >> 16
         acc = int4_product(second, x6, acc, 0, 8)
         return int4_product(second, x7, acc, 8, 8)
-    elif is_level(FORMAT) and INTERPRET:
+    elif is_level(FORMAT) and EXACT:
         acc += level(w & 15, FORMAT) * x0[None, :] + level(w >> 4 & 15, FORMAT) * x1[None, :]
         acc += level(w >> 8 & 15, FORMAT) * x2[None, :] + level(w >> 12 & 15, FORMAT) * x3[None, :]
         w = w >> 16
@@ -472,16 +472,18 @@ def even_chunk_products(
     # a chunk has two groups
     TWO_GROUPS: tl.constexpr = SCALE_GROUP > 0 and 4 * word_columns(FORMAT) > SCALE_GROUP
     MIDDLE: tl.constexpr = middle_of(FORMAT, TWO_GROUPS)
+    # levels that bf16 does not hold would be off by more than products in fp32
+    EXACT: tl.constexpr = INTERPRET or (x0.dtype == tl.float32 and not has_whole_levels(FORMAT))
     w0, w1, w2, w3 = four_words(w, BLOCK_N, CHUNKS)
     part = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
-    part = word_products(w0, x0, part, FORMAT, MIDDLE)
-    part = word_products(w1, x1, part, FORMAT, MIDDLE)
+    part = word_products(w0, x0, part, FORMAT, MIDDLE, EXACT)
+    part = word_products(w1, x1, part, FORMAT, MIDDLE, EXACT)
     total = part
     if TWO_GROUPS:
-        total = scaled(part, first, FORMAT, SCALE, MIDDLE)
+        total = scaled(part, first, FORMAT, SCALE, MIDDLE, EXACT)
         part = tl.zeros((BLOCK_N, CHUNKS), tl.float32)
-    part = word_products(w2, x2, part, FORMAT, MIDDLE)
-    part = word_products(w3, x3, part, FORMAT, MIDDLE)
+    part = word_products(w2, x2, part, FORMAT, MIDDLE, EXACT)
+    part = word_products(w3, x3, part, FORMAT, MIDDLE, EXACT)
     if HAS_ZERO or MIDDLE > 0:
         tl.static_assert(not TWO_GROUPS)
         sums = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), 1)
@@ -495,7 +497,7 @@ def even_chunk_products(
             part -= zero.to(tl.float32) * (sums * (1 / INT4_REST))[None, :]
         else:
             part -= (sums * (MIDDLE / INT4_REST))[None, :]
-    part = scaled(part, second, FORMAT, SCALE, MIDDLE)
+    part = scaled(part, second, FORMAT, SCALE, MIDDLE, EXACT)
     if SCALE == "minimum":
         part += zero.to(tl.float32) * sums[None, :]
     if TWO_GROUPS:
@@ -504,13 +506,20 @@ def even_chunk_products(
 
 
 @triton.jit
-def scaled(part, scale, FORMAT: tl.constexpr, SCALE: tl.constexpr, MIDDLE: tl.constexpr):
+def scaled(
+    part,
+    scale,
+    FORMAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
     """Sums of products times their scale, with the correction of the exponent bias."""
     if is_e2m1(FORMAT):
         part *= E2M1_REST
     elif FORMAT == "e4m3":
         part *= E4M3_REST
-    elif is_level(FORMAT) and not INTERPRET:
+    elif is_level(FORMAT) and not EXACT:
         part *= level_unit(FORMAT) * (INT4_REST if MIDDLE > 0 else 1.0)
     elif FORMAT == "int4":
         part *= INT4_REST
