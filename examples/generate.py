@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from common import (
@@ -50,15 +52,23 @@ def generate(model, ids: torch.Tensor, tokens: int, compile_config=None) -> torc
     )
 
 
-def timed(model, ids: torch.Tensor, tokens: int, compile_config=None):
-    """(the tokens, seconds of the first call, least seconds of three more)."""
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        out = generate(model, ids, tokens, compile_config)
-        decode(out)  # brings the tokens to the host, so that a GPU has finished
-        seconds.append(time.perf_counter() - start)
-    return out, seconds[0], min(seconds[1:])
+def timed(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """(the tokens, seconds) of one call."""
+    start = time.perf_counter()
+    out = run()
+    decode(out)  # brings the tokens to the host, so that a GPU has finished
+    return out, time.perf_counter() - start
+
+
+def print_speeds(runs: dict[str, Callable[[], torch.Tensor]], tokens: int) -> None:
+    """Tokens per second of warm calls, beside the first one's. Each is called three times, in
+    turns, so that what else the machine does meets all of them.
+    """
+    rounds = [[timed(run)[1] for run in runs.values()] for _ in range(3)]
+    least = dict(zip(runs, map(min, *rounds), strict=True))
+    first = next(iter(least.values()))
+    rows = [(name, f"{tokens / s:.0f}", f"{first / s:.2f}x") for name, s in least.items()]
+    table(("", "tokens/s", "speed-up"), rows)
 
 
 def compile_config_for(device: torch.device):
@@ -79,8 +89,9 @@ def compare(args: argparse.Namespace) -> torch.Tensor:
     ids = encode(args.prompt, device)
 
     title(f"eager transformers, {args.dtype} on {args.device}")
-    want, _, eager_seconds = timed(load("eager", dtype, device), ids, args.tokens)
-    print(f"  {args.tokens} tokens in {eager_seconds:.2f} s")
+    eager = partial(generate, load("eager", dtype, device), ids, args.tokens)
+    want, seconds = timed(eager)
+    print(f"  {args.tokens} tokens in {seconds:.2f} s, the first call")
 
     title("experts through moe_ops, decode step compiled with fullgraph=True")
     if compile_backend(device) == "aot_eager":
@@ -90,13 +101,16 @@ def compare(args: argparse.Namespace) -> torch.Tensor:
         calls = ops_called(lambda: model(input_ids=ids, use_cache=False))
     layers = model.config.num_hidden_layers
     check(sum(calls.values()) == layers, f"the experts of {layers} layers are {dict(calls)}")
-    _, _, plain_seconds = timed(model, ids, args.tokens)
+    plain = partial(generate, model, ids, args.tokens)
+    plain()
     torch._dynamo.reset()
     counters.clear()
     print("  compiling the decode step: half a minute on a CPU", flush=True)
-    got, first, seconds = timed(model, ids, args.tokens, compile_config_for(device))
+    compiled = partial(plain, compile_config_for(device))
+    got, seconds = timed(compiled)
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    check(graphs > 0 and not breaks, f"{graphs} graph compiled in {first:.0f} s, {breaks} breaks")
+    done = f"{graphs} graph compiled in {seconds:.0f} s, {breaks} breaks"
+    check(graphs > 0 and not breaks, done)
     if device.type == "cuda":
         recorded, skipped = cuda_graphs_recorded(), counters["inductor"]["cudagraph_skips"]
         check(recorded > 0, f"{recorded} CUDA graphs recorded, {skipped} skipped")
@@ -106,33 +120,28 @@ def compare(args: argparse.Namespace) -> torch.Tensor:
             hint = "" if dtype == torch.float32 else f"; {args.dtype} may break ties: try float32"
             check(False, f"token {place} must equal eager's {b}, got {a}{hint}")
     check(True, f"all {args.tokens} tokens equal eager's")
-    rows = {"eager transformers": eager_seconds, "moe_ops": plain_seconds}
-    rows["moe_ops, compiled"] = seconds
     print()
-    table(
-        ("", "tokens/s", "speed-up"),
-        [(n, f"{args.tokens / s:.0f}", f"{eager_seconds / s:.2f}x") for n, s in rows.items()],
-    )
+    runs = {"eager transformers": eager, "moe_ops": plain, "moe_ops, compiled": compiled}
+    print_speeds(runs, args.tokens)
     return got
 
 
 def compare_speeds(args: argparse.Namespace) -> None:
     """Tokens per second in bf16, uncompiled: what transformers runs by itself beside moe_ops."""
     title("tokens per second in bfloat16, uncompiled")
-    ids, rows, reference = encode(args.prompt, args.device), [], 0.0
+    ids, runs = encode(args.prompt, args.device), {}
     for name, implementation, scheme in (
         ("transformers, grouped_mm", "grouped_mm", ""),
         ("moe_ops", "moe_ops", ""),
         ("moe_ops, int8_w8a16", "moe_ops", "int8_w8a16"),
     ):
-        print(f"  measuring {name}", flush=True)
+        print(f"  warming up {name}", flush=True)
         model = load(implementation, torch.bfloat16, args.device)
         if scheme:
             moe_transformers.quantize(model, scheme)
-        _, _, seconds = timed(model, ids, args.tokens)
-        reference = reference or seconds
-        rows.append((name, f"{args.tokens / seconds:.0f}", f"{reference / seconds:.2f}x"))
-    table(("", "tokens/s", "speed-up"), rows)
+        runs[name] = partial(generate, model, ids, args.tokens)
+        runs[name]()
+    print_speeds(runs, args.tokens)
 
 
 def compare_schemes(args: argparse.Namespace) -> None:
