@@ -105,8 +105,11 @@ def choose_wgmma(
         full=2 * waves > 3,
         **{f"I>={least}": least <= I for least in (4096, 8192)},
     )
-    gemm1 = GemmConfig(*first(rules.WGMMA_GEMM1, held | _of_columns(K) | {"w13"}))
-    gemm2 = GemmConfig(*first(rules.WGMMA_GEMM2, held | _of_columns(I)))
+    levels = scaling == "levels"
+    rows1 = rules.WGMMA_LEVELS if levels else rules.WGMMA_GEMM1
+    rows2 = rules.WGMMA_LEVELS if levels else rules.WGMMA_GEMM2
+    gemm1 = GemmConfig(*first(rows1, held | _of_columns(K) | {"w13"}))
+    gemm2 = GemmConfig(*first(rows2, held | _of_columns(I)))
     together = 4 if block_m <= (8 if scaling == "sums" else 16) else 3  # on a multiprocessor
     if block_m > 32 or gemm2.num_warps == 8:
         together = 2
@@ -146,18 +149,20 @@ def wgmma_for_any_batch(layer: LayerSizes, w13: MixedOperand, w2: MixedOperand) 
     many = 0  # blocks of two operands have registers for one sum of each
     if w13.segments == w2.segments == 1:
         many = min(w13.stages_of_many, w2.stages_of_many)
-    return wgmma_of_segments(layer, w2.format.bits, w13.segments, w2.segments, many)
+    levels = w2.scaling == "levels"
+    return wgmma_of_segments(layer, w2.format.bits, w13.segments, w2.segments, many, levels)
 
 
 @Chosen
 def wgmma_of_segments(
-    layer: LayerSizes, bits: int, segments13: int, segments2: int, many: int
+    layer: LayerSizes, bits: int, segments13: int, segments2: int, many: int, levels: bool = False
 ) -> LayerConfig:
     """`wgmma_for_any_batch` of rows in so many segments."""
+    rows = rules.WGMMA_LEVELS if levels else rules.WGMMA_GEMM
     block_m = _wgmma_block(layer.average, bits, many, "")
     held = _wgmma_words(layer, block_m, bits, many)
-    gemm1 = GemmConfig(*first(rules.WGMMA_GEMM, held | _of_columns(layer.K) | {"w13"}))
-    gemm2 = GemmConfig(*first(rules.WGMMA_GEMM, held | _of_columns(layer.I)))
+    gemm1 = GemmConfig(*first(rows, held | _of_columns(layer.K) | {"w13"}))
+    gemm2 = GemmConfig(*first(rows, held | _of_columns(layer.I)))
     if {"few", "sparse"} <= held and bits == 4 and layer.I % 256 == 0:
         # as few programs as SPLIT_K is for: narrower tiles instead
         gemm2 = GemmConfig(64, 256, 2, 4)

@@ -187,6 +187,9 @@ MIXED_GEMM: Rows[Tile] = (
 # are faster from there on, and slower where experts have several of either. Blocks of 48 rows
 # serve averages between 32 and 64.
 #
+# Levels (WGMMA_LEVELS) are looked up in a table of 32 KB that each block has for itself, beside
+# which two blocks of eight warps fit, and of 80 rows one of sixteen.
+#
 # two_operands: blocks of 48 and 80 rows have registers in four warps; eight_warps: in eight;
 # streamed, prepared: int4 that is decoded without waits, prepared e2m1; weights: these are scaled
 # in their natural order; sums: these are scaled instead, beside up to 32 rows; tiles: many of
@@ -201,6 +204,16 @@ WGMMA_BLOCKS_OF_TWO: dict[int, Blocks] = {  # by bits
 }
 FEW_ROWS_OF_SUMS = 6  # up to which blocks of 8 are best where sums are scaled
 EIGHT_WARPS = (128, 256, 2, 8)
+WGMMA_LEVELS: Rows[Tile] = (  # of both products
+    ("m80", (256, 128, 4, 16)),
+    ("m48 c256", EIGHT_WARPS),
+    ("m48", (128, 128, 3, 8)),
+    ("m64", (128, 128, 3, 8)),
+    ("m32 c256", EIGHT_WARPS),
+    ("m32", (128, 128, 4, 8)),
+    ("c256", (128, 256, 3, 8)),
+    ("", (128, 128, 6, 8)),
+)
 WGMMA_GEMM: Rows[Tile] = (  # of both products
     ("m80 eight_warps c256", EIGHT_WARPS),
     ("m48 eight_warps c256", EIGHT_WARPS),

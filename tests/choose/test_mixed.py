@@ -58,7 +58,7 @@ def test_blocks_of_80_rows():
 
 def test_blocks_of_two_operands_by_eight_warps():
     """Of weights of 4 bits that lack registers in four."""
-    scheme = "nf4_w4a16:g64"
+    scheme = "int4_w4a16:g32"
     for average, block_m in ((30, 32), (31, 48), (39, 64), (57, 80), (80, 80), (81, 64)):
         for K, tile in ((4096, (128, 256, 2, 8)), (2880, (128, 128, 4, 8))):
             found = choose_wgmma(8 * average, 8, K, K, 4, STAGES_OF_EIGHT_WARPS, "weights")
@@ -150,6 +150,23 @@ def test_tiles_that_were_measured():
     }.items():
         found = choose_wgmma(*sizes, 4, 0, "weights")
         assert (found.block_m, found.gemm1, found.gemm2, found.split_k) == expected, sizes
+    for sizes, expected in {  # of levels: block_m, BLOCK_K and stages of tiles of 128 rows
+        (64, 128, 2048, 768): (8, (256, 3), (256, 3)),
+        (1024, 128, 2048, 768): (16, (256, 3), (256, 3)),
+        (2048, 128, 2048, 768): (32, (256, 2), (256, 2)),
+        (2048, 128, 2880, 2048): (32, (128, 4), (256, 2)),
+        (4096, 128, 2048, 2880): (48, (256, 2), (128, 3)),
+        (6000, 128, 2048, 768): (64, (128, 3), (128, 3)),
+        (256, 128, 2880, 2880): (8, (128, 6), (128, 6)),
+    }.items():
+        for found in (
+            choose_wgmma(*sizes, 4, STAGES_OF_EIGHT_WARPS, "levels"),
+            any_batch(*sizes, 4, 1, 1, STAGES_OF_EIGHT_WARPS, True),
+        ):
+            tiles = [(128, *of_k, 8) for of_k in expected[1:]]
+            assert (found.block_m, *found[:2]) == (expected[0], *tiles), sizes
+    found = choose_wgmma(8192, 128, 2048, 768, 4, STAGES_OF_EIGHT_WARPS, "levels")
+    assert (found.block_m, *found[:2]) == (80, *[(256, 128, 4, 16)] * 2)
     for sizes, expected in {  # of sums that are scaled
         (16, 8, 4096, 14336): (8, deep, half, 2),
         (48, 8, 4096, 14336): (8, deep, half, 2),

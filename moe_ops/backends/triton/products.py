@@ -185,7 +185,7 @@ class MixedLayer(NamedTuple):
                 Input(h.written, 0, I, 1),
             )
             bits = w13.wgmma_format.x_bits
-            chunks = InChunks(w2.k_chunk, w2.format.bits, bits, w2.K % w2.k_chunk > 0)
+            chunks = InChunks(w2.k_chunk, w2.order, bits, w2.K % w2.k_chunk > 0)
             of_adapters = adapted.around(
                 *(a.hidden_states, p.on_input, w13.N, a.dtype, written, y),
                 *(Summed(a.out, weights_on_output(a), split_k), where, chunks),

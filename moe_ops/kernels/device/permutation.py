@@ -5,6 +5,9 @@ sm90_decode.py explains it.
 import triton
 import triton.language as tl
 
+# W_BITS of four bits whose columns are looked up two at a time, those of a byte
+NEIGHBOURS = tl.constexpr(2)
+
 
 @triton.constexpr_function
 def log2(n):
@@ -24,9 +27,13 @@ def permutation_bits(K_CHUNK, W_BITS, X_BITS):
     if X_BITS == 8:
         bits = log2(K_CHUNK)
         return [0, 1, bits - 2, bits - 1, *range(2, bits - 2)]
-    bits = log2(K_CHUNK * W_BITS // 8)
+    bits = log2(K_CHUNK if W_BITS == 8 else K_CHUNK // 2)
     order = [1, bits - 2, bits - 1, 0, *range(2, bits - 2)]
-    return order if W_BITS == 8 else [bit + 1 for bit in order] + [0]
+    if W_BITS == 8:
+        return order
+    order = [0, *[bit + 1 for bit in order]]
+    # the two columns of a byte are neighbours, or its place in a word
+    return order[:1] + order[2:] + [2] if NEIGHBOURS.value == W_BITS else order[1:] + [0]
 
 
 @triton.jit

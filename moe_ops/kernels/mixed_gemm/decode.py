@@ -11,7 +11,7 @@ import triton.language as tl
 
 from moe_ops.kernels.device.e4m3 import decode, round_e4m3
 from moe_ops.kernels.device.interpreter import INTERPRET
-from moe_ops.kernels.mixed_gemm.levels import EVEN_AND_ODD, is_level, level, level_pair
+from moe_ops.kernels.mixed_gemm.levels import is_level, level, level_pair
 from moe_ops.schemes import SUPER_BLOCK
 
 # What `scale_above` adds: four bits for each of the eight mantissas of e4m3, the first in the
@@ -506,7 +506,7 @@ def weights(
             w0 = six_bit_value(p, FORMAT, tl.bfloat16)
             w1 = w0
         elif is_level(FORMAT):
-            w0, w1 = level_pair(p, FORMAT, EVEN_AND_ODD)
+            w0, w1 = level_pair(p, FORMAT)
         else:
             tl.static_assert(FORMAT == "e4m3")
             w0 = e4m3_value(p)

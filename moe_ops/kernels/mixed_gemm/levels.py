@@ -20,11 +20,9 @@ import triton.language as tl
 from moe_ops.kernels.configs import LEVELS, WHOLE_LEVELS
 from moe_ops.schemes import ELEMENT_FORMATS
 
-# In which order `look_up` writes the levels of a word's columns, two in 32 bits: neighbours; even
-# and odd ones apart; or these with bytes 1 and 2 of the word exchanged, as in sm90_decode.py.
-NEIGHBOURS, EVEN_AND_ODD, EXCHANGED = (
-    tl.constexpr(order) for order in ("neighbours", "even and odd", "exchanged")
-)
+# In which order `look_up` writes the levels of a word's columns, two in 32 bits: neighbours, or
+# even and odd ones apart
+NEIGHBOURS, EVEN_AND_ODD = (tl.constexpr(order) for order in ("neighbours", "even and odd"))
 
 
 class LevelTable(NamedTuple):
@@ -159,8 +157,7 @@ def look_up(order, pack):
     """
     t = [f"${5 + pack * i}" for i in range(8)]
     text = [".reg .b32 a, b, c, d, e, f, l, h"]
-    text.append("prmt.b32 e, $4, 0, 0x3120" if order == EXCHANGED.value else "mov.b32 e, $4")
-    text.append("and.b32 c, e, 0x77777777; shr.u32 d, e, 1")
+    text.append("and.b32 c, $4, 0x77777777; shr.u32 d, $4, 1")
     text.append("lop3.b32 d, d, 0x44444444, 0x32103210, 0xea")
     text.append("shr.u32 e, c, 16; shr.u32 f, d, 16")
     step = 2 if order == NEIGHBOURS.value else 1
@@ -177,34 +174,30 @@ def look_up(order, pack):
 
 
 @triton.constexpr_function
-def look_up_bytes(order, pack):
-    """As `look_up` of whole levels: words of two numbers 128 + level, each in the low byte of a
-    half. As bf16, such a number is that multiple of 2^-133. With order None, $0 and $1 are words
-    of four such bytes, the codes are in $2, and the words of the table follow.
+def look_up_bytes(apart):
+    """As `look_up` of whole levels, two neighbours in 32 bits: words of two numbers 128 + level,
+    each in the low byte of a half. As bf16, such a number is that multiple of 2^-133. Unless
+    `apart`, $0 and $1 are words of four such bytes, the codes are in $2, and the words of the
+    table follow.
 
     Where the highest bit of a selector is set, `prmt` replicates the highest bit of a byte, which
     is 0 in tables of magnitudes. So codes find a magnitude below code 8 or 0, and codes with their
     highest bits inverted one above or 0: their difference is the level. A code takes 1.5
     instructions on the pipe of `prmt`, the slowest of them.
     """
-    codes = 2 if order is None else 4
-    t = [f"${codes + 1 + pack * i}" for i in range(4)]
-    text = [".reg .b32 e, n, h, m, r, a"]
-    exchange = order == EXCHANGED.value
-    text.append(f"prmt.b32 e, ${codes}, 0, 0x3120" if exchange else f"mov.b32 e, ${codes}")
-    text.append("xor.b32 n, e, 0x88888888; shr.u32 h, e, 16; shr.u32 m, n, 16")
+    codes = 4 if apart else 2
+    t = [f"${codes + 1 + i}" for i in range(4)]
+    text = [".reg .b32 n, h, m, r, a"]
+    text.append(f"xor.b32 n, ${codes}, 0x88888888; shr.u32 h, ${codes}, 16; shr.u32 m, n, 16")
     for half in range(2):
-        c, d = ("h", "m") if half else ("e", "n")
+        c, d = ("h", "m") if half else (f"${codes}", "n")
         text.append(f"prmt.b32 a, {t[0]}, {t[1]}, {c}; prmt.b32 r, {t[2]}, {t[3]}, {d}")
         text.append("sub.u32 r, r, a; add.u32 r, r, 0x80808080")
-        if order is None:
-            text.append(f"mov.b32 ${half}, r")
-        elif order == NEIGHBOURS.value:
+        if apart:
             text.append(f"prmt.b32 ${2 * half}, r, 0, 0x4140")
             text.append(f"prmt.b32 ${2 * half + 1}, r, 0, 0x4342")
-        else:  # the even ones by a multiplication, which another pipe does
-            text.append(f"prmt.b32 ${half + 2}, r, 0, 0x4341")
-            text.append(f"mad.lo.u32 ${half}, ${half + 2}, 0xffffff00, r")
+        else:
+            text.append(f"mov.b32 ${half}, r")
     return "{\n" + ";\n".join(text) + ";\n}"
 
 
@@ -233,22 +226,11 @@ def level(code, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def level_pair(p, FORMAT: tl.constexpr, ORDER: tl.constexpr):
+def level_pair(p, FORMAT: tl.constexpr):
     """(even columns, odd columns) of bytes in bf16, in units."""
-    TEXT: tl.constexpr = look_up(ORDER, 4)
+    TEXT: tl.constexpr = look_up(EVEN_AND_ODD, 4)
     OPERANDS: tl.constexpr = registers(4)
     inputs = (p,) + table_words(FORMAT)
-    return tl.inline_asm_elementwise(
-        TEXT, OPERANDS, inputs, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-    )
-
-
-@triton.jit
-def level_bytes(p, FORMAT: tl.constexpr, ORDER: tl.constexpr):
-    """As `level_pair` of whole levels: 128 + level, times 2^-133."""
-    TEXT: tl.constexpr = look_up_bytes(ORDER, 4)
-    OPERANDS: tl.constexpr = registers(4, 4)
-    inputs = (p,) + byte_words(FORMAT)
     return tl.inline_asm_elementwise(
         TEXT, OPERANDS, inputs, (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
     )
@@ -265,10 +247,10 @@ def level_words(p, FORMAT: tl.constexpr):
 
 @triton.jit
 def words_of_levels(words, tables, WHOLE: tl.constexpr = False, PURE: tl.constexpr = True):
-    """Of words of eight columns four words of two neighbours, in bf16, in units; with WHOLE as
-    `level_bytes` has them. `tables`: from `table_words` or `byte_words`.
+    """Of words of eight columns four words of two neighbours, in bf16, in units; with WHOLE
+    128 + level, times 2^-133. `tables`: from `table_words` or `byte_words`.
     """
-    TEXT: tl.constexpr = look_up_bytes(NEIGHBOURS, 1) if WHOLE else look_up(NEIGHBOURS, 1)
+    TEXT: tl.constexpr = look_up_bytes(True) if WHOLE else look_up(NEIGHBOURS, 1)
     OPERANDS: tl.constexpr = registers(1, 4 if WHOLE else 8)
     return tl.inline_asm_elementwise(
         TEXT,
@@ -283,7 +265,7 @@ def words_of_levels(words, tables, WHOLE: tl.constexpr = False, PURE: tl.constex
 @triton.jit
 def quads_of_levels(words, FORMAT: tl.constexpr):
     """Of words of eight columns two words of four bytes, 128 + level each, of whole levels."""
-    TEXT: tl.constexpr = look_up_bytes(None, 1)
+    TEXT: tl.constexpr = look_up_bytes(False)
     OPERANDS: tl.constexpr = registers(1, 4, 2)
     inputs = (words,) + byte_words(FORMAT)
     return tl.inline_asm_elementwise(

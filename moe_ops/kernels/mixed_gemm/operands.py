@@ -170,6 +170,11 @@ class MixedOperand(NamedTuple):
         return self.pointers.w_zero is not None
 
     @property
+    def order(self) -> int:
+        """W_BITS of device/permutation.py: the order of columns that sm90_wgmma.py takes."""
+        return 2 if self.format.name in LEVELS else self.format.bits
+
+    @property
     def streams(self) -> bool:
         """Whether sm90_wgmma.py may decode it without a wait between K tiles: int4 with one scale
         for a chunk, which multiplies the weights themselves.
@@ -291,14 +296,16 @@ def _segments_of_one(of: Format, K: int, k_chunk: int, has_zero: bool) -> int:
 
 
 def _scaling(of: Format, K: int, k_chunk: int, has_zero: bool) -> str:
-    """What sm90_wgmma.py may scale beside few rows: "weights", or "sums" of groups of int4, of
-    which a chunk of 128 columns has one scale, if scales are not bf16 or weights have zero points.
-    To take these off exactly and then scale weights would take four instructions more for eight
-    of them. "" of all others.
+    """What sm90_wgmma.py may scale beside few rows: "weights", or "levels" of weights that are
+    looked up, or "sums" of groups of int4, of which a chunk of 128 columns has one scale, if
+    scales are not bf16 or weights have zero points. To take these off exactly and then scale
+    weights would take four instructions more for eight of them. "" of all others.
     """
     whole = k_chunk == 128 and K % 128 == 0 < of.group and of.group % 128 == 0
     if of.name == "int4" and whole and (of.scale == "sum" or (of.scale == "weight" and has_zero)):
         return "sums"
+    if of.name in LEVELS:
+        return "levels"
     return "weights" if of.scales_weights else ""
 
 

@@ -17,13 +17,8 @@ instead of 17.
 from moe_ops.kernels.device.gluon import gl, gluon
 from moe_ops.kernels.device.permutation import log2
 from moe_ops.kernels.mixed_gemm.decode import in_pairs, is_e2m1, scale_above, scale_bf16x2
-from moe_ops.kernels.mixed_gemm.levels import (
-    EXCHANGED,
-    has_whole_levels,
-    is_level,
-    level_bytes,
-    level_pair,
-)
+from moe_ops.kernels.mixed_gemm.levels import is_level
+from moe_ops.kernels.mixed_gemm.sm90_levels import load_pairs
 from moe_ops.meta.scales import rows_side_by_side
 
 # decode_int4 gives the difference of a code and its zero point, times INT4_ONE.
@@ -457,6 +452,7 @@ def decode_weights(
     codes,  # (BLOCK_N, CHUNK_BYTES) uint8, rows in the accumulator's order
     s,  # scales (BLOCK_N, GROUPS), or two in each element
     zero,  # zero points or minima (BLOCK_N, GROUPS); not used without HAS_ZERO
+    pairs,  # `place_of_pairs` of levels; not used otherwise
     GROUPS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -486,15 +482,8 @@ def decode_weights(
         else:
             w0, w1 = decode_e2m1(codes, over_group(s, SHAPE))
     elif is_level(FORMAT):
-        gl.static_assert(SCALE == "weight")
-        if has_whole_levels(FORMAT):
-            w0, w1 = level_bytes(codes, FORMAT, EXCHANGED)
-            wide = s.to(gl.float32)
-            factor = over_group(wide * INT4_LOW, SHAPE)
-            offset = over_group(wide * (-128.0 * INT4_ONE), SHAPE)
-            w0, w1 = gl.fma(w0, factor, offset), gl.fma(w1, factor, offset)
-        else:
-            w0, w1 = level_pair(codes, FORMAT, EXCHANGED)
+        w0, w1 = load_pairs(codes, pairs)
+        if SCALE == "weight":
             s = over_group(s, SHAPE)
             w0 *= s
             w1 *= s

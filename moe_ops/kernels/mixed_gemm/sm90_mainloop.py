@@ -27,7 +27,7 @@ from moe_ops.kernels.device.gluon import (
 )
 from moe_ops.kernels.device.pdl import gdc_wait
 from moe_ops.kernels.mixed_gemm.decode import SUPER, factors_above, half, is_e2m1
-from moe_ops.kernels.mixed_gemm.levels import has_whole_levels, is_level, level_unit
+from moe_ops.kernels.mixed_gemm.levels import is_level, level_unit
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
     decode_products,
     decode_weights,
@@ -104,7 +104,7 @@ def unshifted(acc, FORMAT: gl.constexpr, SCALE: gl.constexpr):
     if is_e2m1(FORMAT):
         acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
     elif is_level(FORMAT):
-        acc *= level_unit(FORMAT) * (INT4_SHIFT if has_whole_levels(FORMAT) else 1.0)
+        acc *= level_unit(FORMAT)
     elif FORMAT == "int4":
         acc *= INT4_SHIFT
     return acc
@@ -559,13 +559,15 @@ def issue_wgmma(
     PROMOTE: gl.constexpr, HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
     """Issue the products of a chunk: into new accumulators (PROMOTE), or added to acc. Returns
-    them and the two left operands.
+    them and the two left operands. Of levels products_ptr is `place_of_pairs`.
     """
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 32 // operand_bits(FORMAT))
     if FORMAT == "int4_e4m3":
         w0, w1 = decode_products(codes, scale, products_ptr, NUM_WARPS, A)
     else:
-        w0, w1 = decode_weights(codes, scale, zero, GROUPS, NUM_WARPS, FORMAT, SCALE, HAS_ZERO)
+        w0, w1 = decode_weights(
+            codes, scale, zero, products_ptr, GROUPS, NUM_WARPS, FORMAT, SCALE, HAS_ZERO
+        )
         w0, w1 = fragment(w0, A), fragment(w1, A)
     d = warpgroup_mma(w0, x0, acc, use_acc=not PROMOTE, is_async=True)
     if weight_bits(FORMAT) == 4:

@@ -518,6 +518,7 @@ def token_products(
                 bytes_of_words(codes[j].load(WORDS)),
                 s,
                 z,
+                None,
                 GROUPS,
                 NUM_WARPS,
                 FORMAT,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from moe_ops.kernels.configs import LEVELS, WHOLE_LEVELS, GemmConfig
+from moe_ops.kernels.configs import LEVELS, GemmConfig
 from moe_ops.kernels.launch import Gpu
 from moe_ops.kernels.mixed_gemm.operands import Format
 from moe_ops.meta.workspace import cdiv
@@ -16,6 +16,9 @@ from moe_ops.meta.workspace import cdiv
 PRODUCER_REGISTERS = 24
 MAX_CONSUMER_REGISTERS = 232  # registers a thread in the consumer warps, at most
 INT4 = ("int4", "weight")  # whose scales multiply the weights
+PAIRS_BYTES = 32 << 10  # of shared memory, the table of sm90_levels.py
+# of shared memory beside it, at least: Triton asks for a kernel's own memory besides only then
+LEAST_BESIDE_PAIRS = 48 << 10
 LONG = 16  # K tiles of a program that gains from streaming them
 
 
@@ -90,6 +93,12 @@ def occupancy(kernel: WgmmaKernel, tiles: int, gpu: Gpu) -> Occupancy:
     return Occupancy(blocks, registers // 8 * 8, overlap, stream)
 
 
+def beside_pairs(config: GemmConfig, block_m: int, block_k: int) -> GemmConfig:
+    """The config with so many stages that shared memory beside a table of pairs is enough."""
+    stage = config._replace(block_k=block_k).stage_bytes(block_m, 4, 2)
+    return config._replace(num_stages=max(config.num_stages, cdiv(LEAST_BESIDE_PAIRS, stage)))
+
+
 def _fit_in_three(kernel: WgmmaKernel, tiles: int, gpu: Gpu) -> bool:
     """Whether all tiles of int4 run at once with three blocks a multiprocessor, so that registers
     for a fourth are better spent on the overlap.
@@ -113,7 +122,8 @@ def _max_blocks(kernel: WgmmaKernel, consumer_registers: int, gpu: Gpu) -> int:
     stage = tile.stage_bytes(kernel.block_m, of.bits, 2)
     if of.name == "e2m1_words":
         stage += tile.block_n * tile.block_k // of.group
-    fit = max(1, gpu.multiprocessor_memory // (tile.num_stages * stage + 2048))
+    table = PAIRS_BYTES if of.name in LEVELS else 0
+    fit = max(1, gpu.multiprocessor_memory // (tile.num_stages * stage + 2048 + table))
     by_registers = int(gpu.registers // (kernel.average(consumer_registers) * kernel.threads))
     return min(fit, max(2, by_registers))  # two blocks that spill are faster than one
 
@@ -132,7 +142,6 @@ def _min_registers(kernel: WgmmaKernel, overlap: bool) -> int:
     registers += accumulators + 8 * (kernel.more > 0)
     # int4 with a minimum and scales in one level takes no more
     registers += 8 * (kernel.has_zero and (of.scale != "minimum" or of.two_levels))
-    registers += 8 * (of.name in LEVELS and of.name not in WHOLE_LEVELS)  # a table of 8 words
     whole = block_n == 16 * num_warps
     if not whole and not of.scales_weights:
         registers += accumulators // 2  # sums of a group, for half of the rows

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.activation import Activated
-from moe_ops.kernels.configs import GemmConfig, pair_bucket
+from moe_ops.kernels.configs import LEVELS, GemmConfig, pair_bucket
 from moe_ops.kernels.device.activations import activate_one, activate_two
 from moe_ops.kernels.device.blocks import (
     BLOCKS_WITH_COUNTERS,
@@ -51,7 +51,7 @@ from moe_ops.kernels.device.e4m3 import (
 )
 from moe_ops.kernels.device.gluon import Boxes, fence_async_shared, gl, gluon, reinterpret
 from moe_ops.kernels.device.pdl import gdc_launch_dependents, gdc_wait
-from moe_ops.kernels.device.permutation import permuted_column_of_row
+from moe_ops.kernels.device.permutation import NEIGHBOURS, permuted_column_of_row
 from moe_ops.kernels.launch import (
     Constant,
     Descriptor,
@@ -69,6 +69,7 @@ from moe_ops.kernels.mixed_gemm.configs import (
     blocks_together,
     max_unsorted_pairs,
 )
+from moe_ops.kernels.mixed_gemm.levels import is_level
 from moe_ops.kernels.mixed_gemm.operands import (
     Decoding,
     Format,
@@ -81,6 +82,7 @@ from moe_ops.kernels.mixed_gemm.sm90_decode import (
     scale_rows,
     weight_bits,
 )
+from moe_ops.kernels.mixed_gemm.sm90_levels import write_pairs
 from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
     HANDED,
     accumulator_layout,
@@ -101,6 +103,7 @@ from moe_ops.kernels.mixed_gemm.sm90_mainloop import (
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import (
     Occupancy,
     WgmmaKernel,
+    beside_pairs,
     columns_of,
     occupancy,
 )
@@ -125,6 +128,8 @@ def permute_columns(x, K_CHUNK: tl.constexpr, W_BITS: tl.constexpr, X_BITS: tl.c
         x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 32, 2, 4).permute(0, 2, 3, 1, 4)
     elif W_BITS == 4:  # axes: chunk, thread, its words of 4 bytes, bits of a byte's index, nibble
         x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 32, 2, 2, 2).permute(0, 5, 2, 4, 1, 3)
+    elif W_BITS == NEIGHBOURS:
+        x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 32, 2, 2, 2).permute(0, 3, 2, 4, 1, 5)
     else:
         x = x.reshape(N // K_CHUNK, 4, K_CHUNK // 16, 2, 2).permute(0, 2, 4, 1, 3)
     return x.reshape(N)
@@ -238,7 +243,7 @@ class Chunks(NamedTuple):
     """What columns are permuted for."""
 
     K_CHUNK: Constant
-    W_BITS: Constant  # bits of a weight
+    W_BITS: Constant  # of a weight: `MixedOperand.order`
     X_BITS: Constant  # bits of a number that is written; 8: e4m3, by `store_signed`
     TAIL: Constant  # the last chunk overlaps the one before
 
@@ -674,6 +679,8 @@ def consumer(
         BLOCK_M, MORE_M, BLOCK_N, BLOCK_K, NUM_WARPS,
     )  # fmt: skip
     slot, phase, i = n * 0, n * 0, n * 0
+    if is_level(FORMAT):  # which are looked up in shared memory
+        products_ptr = write_pairs(slot, FORMAT, NUM_WARPS)
     more = True
     while more:
         k_begin, k_end = share_of(n, k_tiles, SPLIT_K)
@@ -838,7 +845,7 @@ class HiddenRows(NamedTuple):
     h: Pointer  # (S, I in whole chunks), columns permuted as GEMM2 takes them
     added: Pointer  # (S, N), added before the activation, or None
     H_CHUNK: Constant  # GEMM2's K_CHUNK
-    H_BITS: Constant  # bits of an element of w2; 16: plain, which takes columns in their order
+    H_BITS: Constant  # `MixedOperand.order` of w2; 16: plain, columns stay in their order
     H_TAIL: Constant  # GEMM2's last chunk overlaps the one before
 
 
@@ -1271,10 +1278,12 @@ def _prepare(
     would compute it again.
     """
     _, N, row_bytes = shape
+    block_k = chunks * k_chunk
+    if of.name in LEVELS:
+        config = beside_pairs(config, block_m, block_k)
     block_n, _, num_stages, num_warps = config
     K = row_bytes * 8 // of.bits
     chunk_bytes = k_chunk * of.bits // 8
-    block_k = chunks * k_chunk
     tiles_per_block = split_k * cdiv(N, block_n)
     blocks = expected_blocks(pairs, experts, num_ids, block_m)
     steps = cdiv(cdiv(K, block_k), split_k)
@@ -1416,7 +1425,7 @@ def permute_tokens(
         strides=TokenStrides(x.stride_m, x.stride_k, x.scale_stride_m),
         topk_weights=topk_weights,
         rounded=rounded,
-        chunks=Chunks(k_chunk, w13.format.bits, w13.wgmma_format.x_bits, K % k_chunk > 0),
+        chunks=Chunks(k_chunk, w13.order, w13.wgmma_format.x_bits, K % k_chunk > 0),
         BLOCK_K=block.columns,
         PAIR_BUCKET=pair_bucket(S),
         TABLE_BLOCK_M=0 if routed or not max_unsorted_pairs(S, pairs.E) else block_m,
@@ -1433,7 +1442,7 @@ def permute_hidden(out: Tensor, h: Tensor, rows: int, w2: MixedOperand, gpu: Gpu
         out=out,
         h=h,
         I=I,
-        chunks=Chunks(k_chunk, w2.format.bits, 16, I % k_chunk > 0),
+        chunks=Chunks(k_chunk, w2.order, 16, I % k_chunk > 0),
         BLOCK_K=PERMUTED_COLUMNS,
         PDL=gpu.pdl,
     )
@@ -1498,7 +1507,7 @@ def gemm1(
         hidden = HiddenRows(h, added, w13.k_chunk, 16, False)
     else:
         I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
-        hidden = HiddenRows(h, added, h_chunk, w2.format.bits, I % h_chunk > 0)
+        hidden = HiddenRows(h, added, h_chunk, w2.order, I % h_chunk > 0)
     args = Gemm1(
         hidden=hidden,
         descriptors=_descriptors(prepared, x, w, w_scales),

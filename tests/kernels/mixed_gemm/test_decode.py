@@ -85,22 +85,33 @@ INSTRUCTIONS = {
 }
 
 
-def run_registers(name: str, *inputs: int, source: str) -> list[int]:
+def run_registers(name: str, *inputs: int, source: str, **memory: dict[int, int]) -> list[int]:
     """What the assembly in function `name` writes, for one register of each input."""
     body = (KERNELS / source).read_text().split(f"def {name}(")[1].split(".jit\n")[0]
-    return execute(*re.search(r'"""(\{.*?\})""",\s*"(.*?)"', body, re.S).groups(), *inputs)
+    found = re.search(r'"""(\{.*?\})""",\s*"(.*?)"', body, re.S)
+    return execute(*found.groups(), *inputs, **memory)
 
 
-def execute(assembly: str, constraints: str, *inputs: int) -> list[int]:
-    """What assembly writes, for one register of each input."""
+def execute(
+    assembly: str, constraints: str, *inputs: int, memory: dict[int, int] | None = None
+) -> list[int]:
+    """What assembly writes, for one register of each input, with words of memory by address."""
     code, outputs = assembly.strip("{}"), constraints.count("=")
     registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+
+    def value(operand: str) -> int:
+        return registers[operand] if operand in registers else int(operand, 0)
+
     for statement in filter(None, map(str.strip, code.split(";"))):
         if not statement.startswith(".reg"):
             operation, operands = statement.split(None, 1)
             target, *sources = [operand.strip() for operand in operands.split(",")]
-            values = [registers[s] if s in registers else int(s, 0) for s in sources]
-            registers[target] = INSTRUCTIONS[operation](*values) & MASK
+            if operation == "st.shared.b32":
+                memory[sum(map(value, target.strip("[]").split("+")))] = value(*sources)
+            elif operation == "ld.shared.b32":
+                registers[target] = memory[value(sources[0].strip("[]"))]
+            else:
+                registers[target] = INSTRUCTIONS[operation](*map(value, sources)) & MASK
     return [registers[f"${i}"] for i in range(outputs)]
 
 

@@ -252,7 +252,7 @@ def test_e4m3():
 
 
 @pytest.mark.parametrize("U", [64, 128])
-@pytest.mark.parametrize("bits", [(4, 16), (8, 16), (4, 8)])
+@pytest.mark.parametrize("bits", [(4, 16), (2, 16), (8, 16), (4, 8)])
 def test_order_of_columns_is_a_permutation(U, bits):
     places = torch.arange(U)
     columns = columns_at(U, *bits)

@@ -10,9 +10,17 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 
+from moe_ops.choose import mixed
+from moe_ops.choose.table import LayerSizes
 from moe_ops.kernels.configs import GemmConfig
 from moe_ops.kernels.launch import Gpu
-from moe_ops.kernels.mixed_gemm import configs, sm90_occupancy, sm90_wgmma
+from moe_ops.kernels.mixed_gemm import (
+    configs,
+    operands,
+    sm90_levels,
+    sm90_occupancy,
+    sm90_wgmma,
+)
 from moe_ops.kernels.mixed_gemm.sm90_occupancy import occupancy
 from tests.kernels.mixed_gemm.test_sm90_wgmma import int4, mxfp4, wgmma_kernel
 
@@ -81,6 +89,27 @@ def test_int4_overlaps_where_three_blocks_hold_all_tiles():
     kernel = wgmma_kernel("int4_w4a16:g32", 8, (128, 256, 2, 4))
     assert occupancy(kernel, 3 * 132, GPU) == (3, 80, True, False)
     assert occupancy(kernel, 3 * 132 + 1, GPU) == (4, 64, False, False)
+
+
+@pytest.mark.parametrize("scheme", ["nf4_w4a16:g64", "iq4_w4a16:g32:super"])
+def test_blocks_hold_their_own_tables_of_levels(scheme):
+    """Two of eight warps or one of 16; each asks for so much memory beside its table that Triton
+    asks for both.
+    """
+    for block_m, average in ((8, 4), (16, 8), (32, 16), (48, 32), (64, 50), (80, 64)):
+        for columns in (2048, 2880):
+            layer = LayerSizes(8 * average, 8, columns, columns, GPU)
+            found = mixed.choose_wgmma(layer, 4, operands.STAGES_OF_EIGHT_WARPS, "levels")
+            tile, blocks = found.gemm1, 16 // found.gemm1.num_warps
+            assert found.block_m == block_m
+            assert sm90_occupancy.beside_pairs(tile, block_m, tile.block_k) == tile
+            kernel = wgmma_kernel(scheme, block_m, tile)
+            assert occupancy(kernel, 2000, GPU).blocks == blocks
+            ring = tile.num_stages * tile.stage_bytes(block_m, 4, 2)
+            assert ring >= 48 << 10 and blocks * (ring + (34 << 10)) <= GPU.multiprocessor_memory
+    short = GemmConfig(64, 128, 3, 4)  # 6 KB a stage
+    assert sm90_occupancy.beside_pairs(short, 8, 128).num_stages == 8
+    assert sm90_occupancy.PAIRS_BYTES == sm90_levels.PAIRS_BYTES
 
 
 @pytest.mark.parametrize(

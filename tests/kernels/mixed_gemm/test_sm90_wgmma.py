@@ -442,7 +442,8 @@ for scheme, activation in cases.items():
         else (48, GemmConfig(128, 128, 3, 4))
         if scheme in ("int4_w4a16:g128", "int8_w8a16:channel")
         else (64, GemmConfig(128, 256, 2, 8)),
-        *[(80, GemmConfig(128, 256, 2, 8))] * (scheme in ("nf4_w4a16:g64", "int4_w4a16:g64:zp")),
+        *[(80, GemmConfig(128, 256, 2, 8))] * (scheme == "int4_w4a16:g64:zp"),
+        *[(80, GemmConfig(256, 128, 4, 16))] * (scheme == "nf4_w4a16:g64"),
         *[(8, GemmConfig(128, 256, 2, 4))] * (scheme == "int4_w4a16:g128"),
         *[(8, GemmConfig(64, 256, 3, 4))]
         * (scheme in ("int4_w4a16:g128", "int4_w4a16:g128:zp", "int8_w8a16:channel")),
@@ -451,6 +452,8 @@ for scheme, activation in cases.items():
         *[(16, GemmConfig(64, 256, 3, 4))] * (scheme == "int4_w4a16:g128:zp"),
         *[(32, GemmConfig(128, 256, 2, 8))]
         * (scheme in ("int4_w4a16:g128:zp", "int8_w8a16:channel")),
+        *[(8, GemmConfig(128, 256, 3, 8))] * (scheme == "nf4_w4a16:g64"),
+        *[(64, GemmConfig(128, 128, 3, 8))] * (scheme == "nf4_w4a16:g64"),
     ):
         prepared = block_m != 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
         layout = "triton_e2m1" if prepared else ""
@@ -464,7 +467,9 @@ for scheme, activation in cases.items():
         gemms = [one for one in found if "wgmma" in one.name]
         assert len(gemms) == 2
         for one in gemms:
-            assert "wgmma.mma_async" in one.binary.asm["ptx"]
+            ptx = one.binary.asm["ptx"]
+            assert "wgmma.mma_async" in ptx
+            assert ptx.count(".b8 level_pairs") == (scheme == "nf4_w4a16:g64")  # one table
             assert c.usage(one.binary).spilled <= 96, (scheme, block_m, c.usage(one.binary))
             sass = c._run_tool("nvdisasm", one.binary, "-c")
             assert product_loop(sass) and overwritten(sass) == [], (scheme, block_m)
@@ -707,6 +712,7 @@ GPU_SCHEMES += [f"fp8_w8a16:{name}" for name in ("tensor", "channel", "block")]
 GPU_SCHEMES += ["nf4_w4a16:g64", "nf4_w4a16:g32", "fp4_w4a16:g64", "iq4_w4a16:g32"]
 CONFIGS = [  # block_m, and those of both GEMMs
     (8, 64, 256, 2, 4),
+    (8, 128, 256, 3, 8),
     (8, 64, 256, 4, 4),
     (16, 128, 128, 4, 4),
     (32, 128, 128, 4, 4),
@@ -747,7 +753,7 @@ def test_blocks_of_two_operands(scheme, block_m):
     likewise."""
     gemms = [(128, 128, 3, 4)] + [(128, 256, 2, 4)] * ("8_w8a16" in scheme or "fp8" in scheme)
     if scheme in EIGHT_WARPS:
-        gemms = [(128, 128, 4, 8), (128, 256, 2, 8)]
+        gemms = [(128, 128, 4, 8), (128, 256, 2, 8)] + [(256, 128, 4, 16)] * (scheme[:3] == "nf4")
     experts = torch.tensor([-1] * 2 + [0] * 33 + [1] * 65 + [2] * 79 + [3] * 153)
     experts = experts[torch.randperm(332, generator=torch.Generator().manual_seed(0))]
     cases = itertools.product(gemms, ((2, False, 1), (1, True, 2)))
