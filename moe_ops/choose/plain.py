@@ -146,15 +146,24 @@ def choose_gemv(layer: LayerSizes, quantized: bool, itemsize: int) -> LayerConfi
         return GemmConfig(n, min(k, least), num_stages, num_warps)
 
     if quantized:
-        # of twice as many rows where half of a second wave of programs would be empty
-        short = is_short(layer.top_k * cdiv(I, 8) / (8 * layer.gpu.multiprocessors))
-        one = gemm(16 if short else 8, 512, 1, 4, layer.K)
-        two = gemm(8, 2048, 1, 4, I) if 1024 < I <= 2048 else gemm(8, 1024, 1, 8, I)
+        # of twice as many rows where half of a second wave of programs would be empty, of half as
+        # many, each read at once, where half of the first would be
+        waves = layer.top_k * cdiv(I, 8) / (8 * layer.gpu.multiprocessors)
+        if waves <= 0.5:
+            one = gemm(4, 2048, 1, 4, layer.K)
+        else:
+            one = gemm(16 if is_short(waves) else 8, 512, 1, 4, layer.K)
+        if layer.top_k * cdiv(I, 2048) >= 14:  # steps of a program
+            two = GemmConfig(16, 2048, 1, 8)
+        elif 1024 < I <= 2048:
+            two = GemmConfig(8, 2048, 1, 4)
+        else:
+            two = gemm(8, 1024, 1, 4 if I <= 512 else 8, I)
     else:
         k = 2048 // itemsize
         one = gemm(2, k, 3, 2, layer.K)
         if k >= I:
-            two = gemm(4, k, 1, 4, I)
+            two = gemm(4, k, 1, 2 if 2 * I <= k else 4, I)
         else:
             two = GemmConfig(4, 2 * k, 1, 8) if 2 * k >= I else GemmConfig(2, k, 1, 4)
     chunk = sort_chunk(layer.pairs)
