@@ -163,7 +163,7 @@ def choose_gemv(layer: LayerSizes, quantized: bool, itemsize: int) -> LayerConfi
         k = 2048 // itemsize
         one = gemm(2, k, 3, 2, layer.K)
         if k >= I:
-            two = gemm(4, k, 1, 2 if 2 * I <= k else 4, I)
+            two = gemm(4, k, 1, 2 if k >= 2 * I else 4, I)
         else:
             two = GemmConfig(4, 2 * k, 1, 8) if 2 * k >= I else GemmConfig(2, k, 1, 4)
     chunk = sort_chunk(layer.pairs)
