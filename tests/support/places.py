@@ -1,4 +1,4 @@
-"""Where tests of kernels run: interpreted on a CPU, or compiled on a GPU (`-m gpu`)."""
+"""Where tests of kernels run: on a CPU, by interpreters and stand-ins, or on a GPU (`-m gpu`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 CUDA = torch.cuda.is_available()
 INTERPRETED = pytest.mark.skipif(CUDA, reason="with a GPU the kernels are compiled")
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device"))
+DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
+devices = pytest.mark.parametrize("device", DEVICES)
 # (device, dtype)
 everywhere = pytest.mark.parametrize(
     "where",

@@ -15,14 +15,9 @@ from moe_ops.backends.cutlass import products as native
 from moe_ops.backends.cutlass.products import Scaled
 from moe_ops.backends.cutlass.schemes import SCHEMES_OF_GROUPS, ends_products
 from moe_ops.kernels.activation import activated
-from tests.backends.cutlass.test_layer import (
-    CUDA,
-    devices,
-    products,  # noqa: F401  (a fixture)
-)
+from tests.backends.cutlass.test_layer import products  # noqa: F401  (a fixture)
 from tests.backends.cutlass.test_products import (
     ACTIVATED,
-    PLACES,
     ROWS,
     few_multiprocessors,
     layout,
@@ -30,6 +25,7 @@ from tests.backends.cutlass.test_products import (
 from tests.matrix.test_quantized_input import arriving
 from tests.support import oracle
 from tests.support.cases import BF16, FP16, Case, assert_matches, poisoned_memory, tolerance
+from tests.support.places import CUDA, DEVICES, devices
 
 E4M3 = torch.float8_e4m3fn
 GATED = [name for name in NAMES if ends_products(Activation(name))]
@@ -40,7 +36,7 @@ placed_rows = pytest.mark.parametrize(
     "device, rows",
     [
         pytest.param(*place.values, rows, marks=place.marks, id=f"{place.values[0]}-{name}")
-        for place in PLACES
+        for place in DEVICES
         for name, rows in ROWS.items()
         if place.values != ("cpu",) or name in ("none", "few")
     ],

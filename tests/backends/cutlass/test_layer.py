@@ -25,13 +25,8 @@ from tests.support.cases import (
     refill,
     tolerance,
 )
+from tests.support.places import CUDA, devices
 
-CUDA = torch.cuda.is_available()
-PLACES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="kernels run on the GPU here")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-devices = pytest.mark.parametrize("device", PLACES)
 schemes = pytest.mark.parametrize("scheme", [*backend._FP8, "int4_w4a8"])
 
 

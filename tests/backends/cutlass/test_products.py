@@ -19,13 +19,8 @@ from tests.autograd.test_gradients import call, cotangent, leaves
 from tests.support import fake_cutlass, oracle
 from tests.support.cases import BF16, FP16, FP32, Case
 from tests.support.paths import ROOT
+from tests.support.places import CUDA, devices
 
-CUDA = torch.cuda.is_available()
-PLACES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="kernels run on the GPU here")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-devices = pytest.mark.parametrize("device", PLACES)
 TILES = ROOT / "moe_ops/csrc/cutlass/sm90_tiles.cuh"
 ROUNDING = {"rtol": 2**-8, "atol": 1e-2}  # to bf16, and sums in fp32 that nearly cancel
 EQUAL = {"rtol": 0, "atol": 0, "equal_nan": True}

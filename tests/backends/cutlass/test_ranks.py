@@ -20,10 +20,11 @@ from moe_ops.meta.symmetric import SymmetricLayout, packed_bytes
 from moe_ops.numerics import quantize_activation
 from moe_ops.ops import exchange
 from moe_ops.parallel.symmetric_memory import _Opened, packed_rows
-from tests.backends.cutlass.test_layer import devices, products  # noqa: F401  (a fixture)
+from tests.backends.cutlass.test_layer import products  # noqa: F401  (a fixture)
 from tests.kernels.comm.test_push import asserting  # noqa: F401  (a fixture)
 from tests.support import oracle
 from tests.support.cases import BF16, FP16, assert_matches, poisoned_memory, tolerance
+from tests.support.places import devices
 
 T, E, TOP_K, K, I = 11, 4, 3, 256, 128  # experts of both ranks
 COUNTS = 9, 11  # tokens of each

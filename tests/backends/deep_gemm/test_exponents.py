@@ -37,17 +37,17 @@ from moe_ops.ops import relayout
 from moe_ops.ops.options import Options
 from moe_ops.ops.problem import Machine, Problem
 from moe_ops.planning import machine as machines
-from tests.backends.deep_gemm.test_layer import PLACES, forget, rounded_first_product
+from tests.backends.deep_gemm.test_layer import forget, rounded_first_product
 from tests.support import fake_deep_gemm, oracle
 from tests.support.cases import BF16, Case, assert_matches, poisoned_memory, tolerance
 from tests.support.fake_cuda import Recorder, fake_gpu
+from tests.support.places import devices
 
 INSTALLED = importlib.machinery.PathFinder.find_spec("deep_gemm")
 installed = pytest.mark.skipif(INSTALLED is None, reason="sgl-deep-gemm is not installed")
 SCHEMES = {"fp8_block": "deep_gemm", "fp8_block:ue8m0": "deep_gemm"}
 SCHEMES |= {"mxfp8": "deep_gemm", "mxfp4_w4a8": "deep_gemm_fp4"}
 schemes = pytest.mark.parametrize("scheme", SCHEMES)
-devices = pytest.mark.parametrize("device", PLACES)
 
 
 @pytest.fixture(autouse=True)

@@ -38,13 +38,8 @@ from tests.support.cases import (
     tolerance,
 )
 from tests.support.fake_cuda import Recorder, fake_gpu
+from tests.support.places import CUDA, DEVICES, devices
 
-CUDA = torch.cuda.is_available()
-PLACES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(CUDA, reason="kernels run on the GPU here")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-devices = pytest.mark.parametrize("device", PLACES)
 FORMATS = ["", "fp8_block", "fp8_block:ue8m0"]
 schemes = pytest.mark.parametrize("scheme", FORMATS, ids=["plain", "fp8_block", "ue8m0"])
 
@@ -100,7 +95,7 @@ def check(case: Case, **options) -> torch.Tensor:
 def of_activations():
     """All on a GPU; under the interpreter all in bf16, and one of each kind quantized."""
     some = ("silu", "swigluoai", "relu2_no_mul")
-    for place in PLACES:
+    for place in DEVICES:
         for scheme in ("", "fp8_block"):
             for activation in (*NAMES, Activation("silu", limit=0.5)):
                 if place.values[0] == "cuda" or not scheme or activation in some:

@@ -5,16 +5,14 @@ import torch
 
 from moe_ops.kernels import launch
 from moe_ops.kernels.place.layout import index_parts
-from tests.support.places import INTERPRETED, ON_GPU
+from tests.support.places import devices
 
 pytest.importorskip("triton")
 
 from tests.kernels.gemm.test_sm80_mma import poisoned  # noqa: E402
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
-)
+@devices
 @pytest.mark.parametrize("pairs", [6, 700, 2600])
 @pytest.mark.parametrize("alignment", [1, 64])
 @pytest.mark.parametrize("mapped", [False, True])

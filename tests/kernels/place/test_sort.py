@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import SMALLEST_BLOCK_M, block_bound
 from moe_ops.kernels.place.routing import route_pairs, sorted_rows
-from tests.support.places import INTERPRETED, ON_GPU
+from tests.support.places import devices
 
 triton = pytest.importorskip("triton")
 
@@ -46,9 +46,7 @@ def oracle_route(local, E, block_m):
     return blocks, order
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
-)
+@devices
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_routing_against_python(device, data):
@@ -81,9 +79,7 @@ def test_block_bound_holds_for_the_worst_routing(rows, groups, block_m):
     assert worst <= bound <= block_bound(rows, groups, SMALLEST_BLOCK_M)
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
-)
+@devices
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_blocks_of_groups_that_a_map_names(device, data):
