@@ -59,10 +59,10 @@ def grouped_experts(
         hidden_states: (R, K), floating point. R may be 0, and symbolic while compiling.
         w13: (E, N, K), as in `fused_experts`, plain or quantized. Or gate and up rows in turn,
             (E, I, 2, K); or a pair of matrices (gate, up), each (E, I, K). A pair is read where it
-            is by kernels of training on SM90 (`make native`), without biases and adapters; else it
-            is copied into one tensor. So are rows in turn unless their activation has an order of
-            its own for them ("silu", "swigluoai"). Where `dtype` casts them, that is the same
-            copy.
+            is by kernels of training on SM90 (`make native`) beside a plain w2, without biases and
+            adapters; else it is copied into one tensor. So are rows in turn unless their
+            activation has an order of its own for them ("silu", "swigluoai"). Where `dtype` casts
+            them, that is the same copy.
         w2: (E, K, I), like w13. Local shards of a DTensor: pass to_local().
         num_tokens_per_expert: (E,), int32 or int64, on hidden_states' device. Rows past their sum
             may hold anything: their outputs and gradients are zero. Counts are data: a negative
@@ -110,7 +110,8 @@ def grouped_experts(
         pair, w13_bias = _gate_and_up(w13, w13_bias, act)
         recorded = any([t.requires_grad for t in (hidden_states, *pair, w2)])
         as_they_are = torch.is_grad_enabled() and recorded and dtype in (None, pair[0].dtype)
-        if not as_they_are or w13_bias is not None or adapters is not None:
+        plain = w13_bias is None and w2_bias is None and getattr(w2, "scheme", None) is None
+        if not (as_they_are and plain) or adapters is not None:
             w13, pair = gate_up(*pair, dtype or pair[0].dtype), None
     if pair is None:
         w13, w13_bias, act = _rows_of_w13(w13, w13_bias, act, dtype)

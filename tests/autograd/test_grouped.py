@@ -181,6 +181,29 @@ def test_pair_without_a_cast(where, activation, recompute):
     Rows(*where, activation=activation).check(of_pair, recompute=recompute)
 
 
+@pytest.mark.parametrize("scheme", ["", "int8_w8a16:channel"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_pair_beside_what_no_kernel_reads_with_it(where, biased, scheme):
+    """A bias of w2 alone, and a quantized w2: neither is left out."""
+    rows = Rows(*where, K=64, I=32, bias=biased)
+    rows.given.pop("w13_bias", None)
+    if scheme:
+        rows.given["w2"] = moe_ops.quantize(rows.given["w2"], scheme)
+    names = [name for name in rows.given if not (scheme and name == "w2")]
+
+    def gradients(given, function):
+        leaves = {name: given[name].requires_grad_() for name in names}
+        out = rows.call(rows.given | leaves, function)
+        cotangent = rows.cotangent.to(out.dtype).nan_to_num(0)
+        found = torch.autograd.grad(out, [*leaves.values()], cotangent)
+        return out, dict(zip(names, found, strict=True))
+
+    copies = {name: rows.given[name].detach().clone() for name in names}
+    want, expected = gradients({n: t.double() for n, t in copies.items()}, oracle.grouped)
+    out, found = gradients(copies, of_pair)
+    rows.compare(out, want, found, expected)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="kernels of csrc/cutlass need a GPU")
 @pytest.mark.parametrize("frozen", ["", "w13", "x", "x w2", "w2"])
 @pytest.mark.parametrize("recompute", [False, True])
