@@ -50,6 +50,7 @@ from moe_ops.schemes import get_scheme
 
 # where Triton compiles Gluon
 _sm90_packed = Lazy("moe_ops.kernels.mixed_gemm.sm90_packed:multiply")
+_sm90_registers = Lazy("moe_ops.kernels.mixed_gemm.sm90_registers:multiply")
 _ROWS = torch.contiguous_format
 
 
@@ -214,7 +215,9 @@ class FusedStep(Step):
             y.zero_()
         blocks, one = self.blocks(packed.BLOCK_M), None
         if configs.on_sm90(self.device) and dtype == rows.dtype:
-            one = _sm90_packed(y, rows, w, blocks, transpose, low)
+            if transpose:
+                one = _sm90_registers(y, rows, w, blocks, low)
+            one = one or _sm90_packed(y, rows, w, blocks, transpose, low)
         self.run(one or packed.multiply(y, rows, w, blocks, transpose, self.gpu, low))
         return y
 

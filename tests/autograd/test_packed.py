@@ -173,7 +173,7 @@ def test_a_nan_gradient_stays_with_its_token(where):
 @pytest.mark.parametrize(
     "scheme",
     ["int4_w4a16:g32", "int4_w4a16:g64:zp", "int4_w4a16:g128", "mxfp4_w4a16", "nvfp4_w4a16"]
-    + ["nf4_w4a16:g64", "fp4_w4a16:g32", "iq4_w4a16:g32"]
+    + ["int4_w4a16:channel:zp", "nf4_w4a16:g64", "fp4_w4a16:g32", "iq4_w4a16:g32"]
     + ["fp8_w8a16:block", "int8_w8a16:channel", "int8_w8a16:g32"],
 )
 @pytest.mark.parametrize("size", [(64, 128, 128), (300, 384, 256)], ids=("short", "long"))
@@ -187,12 +187,14 @@ def test_sizes_of_whole_tiles(where, scheme, rank, size):
         check(case)
     if not configs.on_sm90(torch.cuda.current_device()):
         return
-    from moe_ops.kernels.mixed_gemm import sm90_packed
+    from moe_ops.kernels.mixed_gemm import sm90_packed, sm90_registers
 
     with mock.patch.object(fused, "run", wraps=fused.run) as run:
         first, second = gradients(case), gradients(case)
     kernels = {one.kernel for given in run.call_args_list for one in given.args[0]}
     assert sm90_packed.moe_ops_train_wgmma_packed in kernels
+    in_registers = scheme.startswith(("int4", "nf4", "fp4", "iq4"))
+    assert (sm90_registers.moe_ops_train_wgmma_registers in kernels) == in_registers
     assert packed.moe_ops_train_packed not in kernels
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -913,7 +913,7 @@ _layout = cache(gl.NVMMASharedLayout)  # one object each: launches are keyed by 
 
 
 @lru_cache(maxsize=4096)
-def _boxes(rows: int, columns: int, size: int, *block: int) -> Boxes:
+def matrix_boxes(rows: int, columns: int, size: int, *block: int) -> Boxes:
     """Boxes of a contiguous matrix of elements of so many bytes, whose rows are at most 128 bytes
     or swizzled in parts of 128; those of 16 bytes are not swizzled.
     """
@@ -945,6 +945,25 @@ def why_not(w: MixedOperand, dtype: torch.dtype, transpose: bool) -> str | None:
     return None
 
 
+def low_rank_boxes(
+    w: MixedOperand, low: tuple[Tensor, Tensor] | None, transpose: bool
+) -> LowRankBoxes | None:
+    """Boxes of what is added, or of nothing; None for other ranks than RANKS and tensors that
+    begin elsewhere than at multiples of 16 bytes.
+    """
+    if low is None:
+        return LowRankBoxes(None, None)
+    rank = low[0].shape[1]
+    if rank not in RANKS or any([t.data_ptr() % 16 for t in low]):
+        return None
+    box = (rank, BLOCK_OUT) if transpose else (BLOCK_OUT, rank)
+    _, rows, columns = low[1].shape
+    return LowRankBoxes(
+        matrix_boxes(*low[0].shape, 2, BLOCK_M, rank).of(low[0]),
+        matrix_boxes(w.E * rows, columns, 2, *box).of(low[1]),
+    )
+
+
 def multiply(
     y: Tensor,
     x: Tensor,
@@ -960,34 +979,28 @@ def multiply(
     """
     of = w.format
     block_n, block_k = (STEP, BLOCK_OUT) if transpose else (BLOCK_OUT, STEP)
-    if why_not(w, x.dtype, transpose) or any([t.data_ptr() % 16 for t in (x, *(low or ()))]):
+    if why_not(w, x.dtype, transpose) or x.data_ptr() % 16:
         return None
-    rows = matrix = None
-    if low is not None:
-        rank = low[0].shape[1]
-        if rank not in RANKS:
-            return None
-        rows = _boxes(*low[0].shape, 2, BLOCK_M, rank).of(low[0])
-        box = (rank, BLOCK_OUT) if transpose else (BLOCK_OUT, rank)
-        _, low_rows, low_columns = low[1].shape
-        matrix = _boxes(w.E * low_rows, low_columns, 2, *box).of(low[1])
+    added = low_rank_boxes(w, low, transpose)
+    if added is None:
+        return None
     gated = activation.GATED
     assert not gated or (w.N % BLOCK_OUT == 0 and low is None)
     box_rows = block_n // 2 if gated and not activation.INTERLEAVED else block_n
     words = w.K * of.bits // 32
     high = of.high_bits
     in_step = 4 if high else of.bits  # of a weight, in the boxes
-    w_boxes = _boxes(w.E * w.N, words, 4, box_rows, block_k * in_step // 32)
+    w_boxes = matrix_boxes(w.E * w.N, words, 4, box_rows, block_k * in_step // 32)
     data = w.data.view(torch.int32)
     out_size = w.K if transpose else w.N
     even = out_size % BLOCK_OUT == 0
     args = PackedSm90(
         y=y,
-        x=_boxes(*x.shape, 2, BLOCK_M, STEP).of(x),
-        low=LowRankBoxes(rows, matrix),
+        x=matrix_boxes(*x.shape, 2, BLOCK_M, STEP).of(x),
+        low=added,
         boxes=WeightBoxes(
             w_boxes.of(data),
-            _boxes(w.E * w.N, words, 4, box_rows, 4).of(data) if high else None,
+            matrix_boxes(w.E * w.N, words, 4, box_rows, 4).of(data) if high else None,
         ),
         pointers=w.pointers,
         index=routing.index,

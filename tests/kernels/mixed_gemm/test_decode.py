@@ -62,8 +62,8 @@ def prmt(a: int, b: int, selector: int) -> int:
 
 
 def lop3(a: int, b: int, c: int, table: int) -> int:
-    assert table == 0xEA
-    return a & b | c
+    assert table in (0xEA, 0xE4)
+    return a & b | c if table == 0xEA else a & c | b & ~c
 
 
 INSTRUCTIONS = {
