@@ -38,11 +38,11 @@ class Forward(NamedTuple):
     adapter_ids: Tensor | None  # (T,) int64 of the names of `Batch.adapters`, -1 for none
 
 
-def _thread() -> int:
-    """Whose forward it is; 0 in compiled code, which finds no thread: of threads that share a
-    model whose graphs break within its forward, one may run at a time.
+def _threads() -> tuple[int, ...]:
+    """Whose forward it may be: this thread's, or 0, that which began in compiled code. Such code
+    finds no thread: of threads that share a model that is compiled, one may run at a time.
     """
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+    return (0,) if torch.compiler.is_compiling() else (threading.get_ident(), 0)
 
 
 class Batch:
@@ -69,15 +69,18 @@ class Batch:
             of = of.clamp(max=lengths.shape[0] - 2)
             of_requests = arguments[adapters[1]]
             ids = torch.where(tokens[:, 0], of_requests[of], -1).long()
-        self._forwards[_thread()] = Forward(total, tokens, ids)
+        self._forwards[_threads()[0]] = Forward(total, tokens, ids)
 
     def end(self) -> None:
-        self._forwards.pop(_thread(), None)
+        for thread in _threads():
+            self._forwards.pop(thread, None)
 
     def of(self, rows: int) -> Forward | None:
         """That of this thread, if its batch has so many rows."""
-        forward = self._forwards.get(_thread())
-        return forward if forward is not None and forward.tokens.shape[0] == rows else None
+        found = [self._forwards[one] for one in _threads() if one in self._forwards]
+        if torch.compiler.is_compiling() and not found:  # layers alone are compiled
+            found = [*self._forwards.values()]
+        return found[0] if len(found) > 0 and found[0].tokens.shape[0] == rows else None
 
 
 def _begin(batch: Batch, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

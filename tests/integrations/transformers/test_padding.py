@@ -199,6 +199,32 @@ def test_a_forward_that_fails_leaves_nothing_behind(calls):
     assert getattr(copied.model.layers[0].mlp.gate, padding.ATTRIBUTE) is other
 
 
+@pytest.mark.parametrize("layers", [True, False])
+def test_a_part_that_is_compiled_finds_the_forward(layers):
+    """Layers of a model that is not compiled, and what runs uncompiled within one that is."""
+    batch = padding.Batch()
+
+    def tokens_of(ids):
+        forward = batch.of(ids.shape[0])
+        return torch.zeros_like(ids) if forward is None else forward.tokens[:, 0].int()
+
+    def begin(lengths):
+        batch.begin(lengths, 4, None)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(tokens_of if layers else begin, backend="eager", fullgraph=True)
+    found, began = (compiled, begin) if layers else (tokens_of, compiled)
+    ids = torch.arange(4, dtype=torch.int32)
+    try:
+        for tokens in (2, 3):
+            began(torch.tensor([0, tokens], dtype=torch.int32))
+            assert found(ids).tolist() == [1] * tokens + [0] * (4 - tokens)
+            batch.end()
+            assert found(ids).tolist() == [0] * 4
+    finally:
+        torch._dynamo.reset()
+
+
 @pytest.mark.slow
 def test_compiled():
     """Hooks are traced: the same values from as many graphs as without them."""
