@@ -195,6 +195,7 @@ class _Copied(NamedTuple):
 _stacks: WeakKeyDictionary[nn.Module, _Copied] = WeakKeyDictionary()
 
 
+@torch.compiler.disable  # which would take the copy of one wrapper for that of others, too
 @torch.no_grad()
 def _stacked(wrapper: Any, names: tuple[str, ...], x: Tensor) -> tuple[Tensor, Tensor]:
     """(n, E, r, columns) and (n, E, rows, r) of all adapters of a wrapper, copied anew when one of

@@ -106,6 +106,35 @@ def test_each_request_has_its_adapter(padded):
     assert padding.batch_in(model.get_base_model()).adapters is None
 
 
+@torch.no_grad()
+def test_layers_that_are_compiled():
+    """Each has the adapters of its own wrappers, and those of the tokens of each batch."""
+    model = adapted()
+    moe_transformers.adapters_by_request(manager_of(model))
+    batch, names = padding.batch_in(model.get_base_model()), {0: "first", 1: "second"}
+    row, x = batch.adapters[1], torch.randn(1, 6, 64)
+    torch._dynamo.reset()
+    try:
+        for layer in model.get_base_model().model.layers:
+            want = {}
+            for place, name in names.items():
+                model.set_adapter(name)
+                want[place] = layer.mlp(x)[0]
+            with model.disable_adapter():
+                want[-1] = layer.mlp(x)[0]
+            compiled = torch.compile(layer.mlp, backend="eager")
+            for slots in ([0, -1, 1], [1, 0, -1]):
+                arguments = torch.full((row + 1, 3), -1, dtype=torch.int32)
+                arguments[row] = torch.tensor(slots)
+                batch.begin(torch.tensor([0, 2, 3, 6], dtype=torch.int32), 6, arguments)
+                found = compiled(x)[0].split([2, 1, 3])
+                batch.end()
+                parts = [want[slot].split([2, 1, 3])[i] for i, slot in enumerate(slots)]
+                torch.testing.assert_close(found, tuple(parts), rtol=1e-4, atol=1e-3)
+    finally:
+        torch._dynamo.reset()
+
+
 def test_refusals():
     moe_transformers.attach(plain := model_of("qwen3_moe"))
     greedy = transformers.GenerationConfig(eos_token_id=-1, pad_token_id=0)
