@@ -77,10 +77,11 @@ class Batch:
 
     def of(self, rows: int) -> Forward | None:
         """That of this thread, if its batch has so many rows."""
-        found = [self._forwards[one] for one in _threads() if one in self._forwards]
-        if torch.compiler.is_compiling() and not found:  # layers alone are compiled
-            found = [*self._forwards.values()]
-        return found[0] if len(found) > 0 and found[0].tokens.shape[0] == rows else None
+        found = [self._forwards.get(one) for one in _threads()]
+        if torch.compiler.is_compiling():  # maybe layers alone
+            found += self._forwards.values()
+        forward = next((one for one in found if one is not None), None)
+        return forward if forward is not None and forward.tokens.shape[0] == rows else None
 
 
 def _begin(batch: Batch, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
