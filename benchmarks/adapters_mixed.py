@@ -95,7 +95,7 @@ class Tokens(NamedTuple):
 
 
 def layer_of(shape: Shape, scheme: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size  # noqa: E741
+    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size
     rng = torch.Generator(device).manual_seed(0)
     found = []
     for rows, columns in ((2 * I, K), (K, I)):
@@ -106,7 +106,7 @@ def layer_of(shape: Shape, scheme: str, device: torch.device) -> tuple[Tensor, T
 
 
 def stack_of(shape: Shape, n: int, rank: int, device: torch.device) -> moe_ops.LoRAStack:
-    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size  # noqa: E741
+    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size
     rng = torch.Generator(device).manual_seed(1)
     matrices = []
     for size in ((rank, K), (2 * I, rank), (rank, I), (K, rank)):
@@ -182,7 +182,7 @@ class Peer(NamedTuple):
     error: float
 
 
-def peer_of(folder: Path, stack: moe_ops.LoRAStack, sets: list[Tokens], I: int) -> Peer:  # noqa: E741
+def peer_of(folder: Path, stack: moe_ops.LoRAStack, sets: list[Tokens], I: int) -> Peer:
     """FlashInfer's kernels for some sets of tokens, and how far they are from fp64."""
     kernels, found = flashinfer_bgmv.Adapters(folder, stack), []
     for tokens in sets:

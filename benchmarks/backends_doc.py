@@ -167,7 +167,7 @@ def tiers() -> str:
         for entry in json.loads(path.read_text())["entries"]:
             if "backends" not in entry:
                 continue
-            E, K, I, top_k = (entry[key] for key in lookup.KEYS[:4])  # noqa: E741
+            E, K, I, top_k = (entry[key] for key in lookup.KEYS[:4])
             sizes = {"num_experts": E, "hidden_size": K, "intermediate_size": I}
             problem = replace(LAYER, **sizes, num_rows=2 * I, top_k=top_k, scheme=entry["scheme"])
             plan = plans.plan(replace(problem, dtype=getattr(torch, entry["dtype"])), machine)

@@ -102,7 +102,7 @@ def cancelling(shape: Experts, device: torch.device) -> tuple[Tensor, Tensor]:
     """Plain w13 and w2 of which the last expert is the first one in another order and with the
     other sign. Groups of 16 columns stay together, so that scales of groups do."""
     w13, w2 = make_plain_weights(shape, device)
-    I = shape.intermediate_size  # noqa: E741
+    I = shape.intermediate_size
     order = torch.arange(0, I, 16).unsqueeze(1) + torch.randperm(16)
     order = order.flatten().to(device)
     w13[-1, :I], w13[-1, I:] = w13[0, :I][order], w13[0, I:][order]
@@ -152,7 +152,7 @@ def layer_of(weights: Weights, backend: str, **options: Any) -> Callable[[Tokens
 def variants(base: LayerConfig, scheme: str, shape: Experts) -> Iterator[LayerConfig]:
     """Configurations to compare with `base`, which is the one of `batch_invariant`; those that a
     GPU cannot run give a reason."""
-    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size  # noqa: E741
+    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size
     layer = LayerSizes(E, E, K, I, launch.gpu(torch.cuda.current_device()))
     one = layer._replace(pairs=shape.top_k, top_k=shape.top_k)
     yield base

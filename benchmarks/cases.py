@@ -91,7 +91,7 @@ class Case:
         """Bytes of one expert's w13 and w2 as they are stored. Scales, zero points and minima of
         groups of a row's columns count, which are 3 to 13 % of those bytes; others (at most
         0.1 %) are left out."""
-        K, I = self.layer.hidden_size, self.layer.intermediate_size  # noqa: E741
+        K, I = self.layer.hidden_size, self.layer.intermediate_size
         desc = get_scheme(self.scheme).weight
         elements = 3 * K * I
         if desc is None:
@@ -160,7 +160,7 @@ def make_plain_weights(shape: Experts, device: torch.device) -> tuple[Tensor, Te
     Drawn in bf16, expert by expert: no fp32 copy exists at any time.
     """
     generator = torch.Generator(device).manual_seed(0)
-    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size  # noqa: E741
+    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size
     w13 = torch.empty(E, 2 * I, K, dtype=torch.bfloat16, device=device)
     w2 = torch.empty(E, K, I, dtype=torch.bfloat16, device=device)
     for e in range(E):

@@ -83,7 +83,7 @@ def case(arguments: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     import moe_ops
-    import moe_ops.integrations.transformers  # noqa: F401
+    import moe_ops.integrations.transformers
 
     device = "cpu" if arguments.dry_run else "cuda"
     torch.zeros(1, device=device)

@@ -149,7 +149,7 @@ class Layer:
 
     def __init__(self, ggml: Ggml, of_type: int, values: list[Tensor], buffer: int) -> None:
         context = ggml.context()
-        K, I, E = HIDDEN, INTERMEDIATE, NUM_EXPERTS  # noqa: E741
+        K, I, E = HIDDEN, INTERMEDIATE, NUM_EXPERTS
         shapes = [(K, I, E), (K, I, E), (I, K, E)]
         made = [ggml.new_tensor_3d(context, of_type, *shape) for shape in shapes]
         ggml.backend_alloc_ctx_tensors_from_buft(context, buffer)

@@ -57,7 +57,7 @@ Weights = tuple[Tensor, Tensor]
 def make_layers(
     scheme: str,
     K: int = HIDDEN,
-    I: int = INTERMEDIATE,  # noqa: E741
+    I: int = INTERMEDIATE,
     count: int = NUM_LAYERS,
 ) -> list[Weights]:
     """Layers with the same numbers at different places in memory."""

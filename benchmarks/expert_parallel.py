@@ -44,7 +44,6 @@ os.environ |= {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
-# ruff: noqa: E402
 import argparse
 import contextlib
 import datetime

@@ -208,7 +208,7 @@ def make(weights: Weights) -> Callable[[Cell], Callable[[int], Tensor]]:
         raise ValueError("multiplies biases by the global scale of nvfp4, too")
     E, top_k, K = shape.num_experts, shape.top_k, shape.hidden_size
     multiple = 128 if K % 128 else 64  # what its tiles of 64 x 128 and 128 x 64 leave
-    I = -(-shape.intermediate_size // multiple) * multiple  # noqa: E741
+    I = -(-shape.intermediate_size // multiple) * multiple
     interleaved = shape.activation == "swigluoai"
     first = operand(weights.w13, weights.w13_bias, 2 * I, K, interleaved)
     second = operand(weights.w2, weights.w2_bias, K, I, True)

@@ -92,7 +92,7 @@ class Inputs:
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     """Random, of unit scale; routing is uniform."""
     sizes, M = case.sizes, case.num_tokens
-    E, K, I = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size  # noqa: E741
+    E, K, I = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
     rng = torch.Generator(device).manual_seed(case.num_tokens)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:

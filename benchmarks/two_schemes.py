@@ -58,7 +58,7 @@ def weight(scheme: str, E: int, N: int, K: int) -> Any:
 
 def weights_of(shape: str, schemes: Sequence[str]) -> tuple[Weights, Weights]:
     """w13 and w2 of each scheme."""
-    E, K, I = SHAPES[shape].num_experts, SHAPES[shape].hidden_size, SHAPES[shape].intermediate_size  # noqa: E741
+    E, K, I = SHAPES[shape].num_experts, SHAPES[shape].hidden_size, SHAPES[shape].intermediate_size
     w13 = {s: weight(s, E, 2 * I, K) for s in schemes}
     return w13, {s: weight(s, E, K, I) for s in schemes}
 

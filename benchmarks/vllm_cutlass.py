@@ -155,7 +155,7 @@ def make(weights: Weights) -> Callable[[Cell], Callable[[int], Tensor]]:
     """The layer on weights of one scheme: a builder whose calls run on one routing set."""
     load()
     shape, int4 = weights.shape, weights.scheme == "int4_w4a8"
-    E, top_k, K, I = shape.num_experts, shape.top_k, shape.hidden_size, shape.intermediate_size  # noqa: E741
+    E, top_k, K, I = shape.num_experts, shape.top_k, shape.hidden_size, shape.intermediate_size
     if shape.ep_size > 1:
         raise ValueError("runs all experts on one GPU here")
     if int4 and (K % W4A8_MULTIPLE or I % W4A8_MULTIPLE):

@@ -20,7 +20,7 @@ import moe_ops
 import moe_ops.integrations.transformers as moe_transformers
 from moe_ops.schemes import SCHEMES, QuantDesc
 
-E, TOP_K, K, I, M = 8, 2, 512, 256, 64  # noqa: E741
+E, TOP_K, K, I, M = 8, 2, 512, 256, 64
 # Perplexity may grow by this: 1 % with 8 bits, 5 % with weights of fewer, 10 % where activations
 # have fewer too.
 ALLOWED = {8: 0.01, 4: 0.05}

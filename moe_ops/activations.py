@@ -312,7 +312,7 @@ def apply_by_blocks(gate_up: Tensor, activation: AnyActivation, out: Tensor) -> 
 
     All blocks, and so all calls of torch, have one shape.
     """
-    S, I = out.shape  # noqa: E741
+    S, I = out.shape
     rows = 1 if I % _COLUMNS_OF_VECTORS else max(1, _ELEMENTS_OF_A_THREAD // max(1, I))
     wide = torch.promote_types(out.dtype, torch.float32)
     block = torch.zeros(rows, gate_up.shape[1], dtype=wide, device=gate_up.device)

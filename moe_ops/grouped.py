@@ -189,7 +189,7 @@ def _gate_and_up(
 
 def _of_both(gate: Tensor) -> Any:
     """What stands for gate and up rows in one matrix where a call is checked."""
-    E, I, K = gate.shape  # noqa: E741
+    E, I, K = gate.shape
     return TensorFacts((E, 2 * I, K), gate.dtype, gate.device)
 
 
@@ -215,7 +215,7 @@ def _rows_in_turn(
     _check_order(act)
     checks.check_local("w13", w13)
     _check_master("w13", w13)
-    E, I, two, K = w13.shape  # noqa: E741
+    E, I, two, K = w13.shape
     if checks.static_size(two) != 2:
         raise ValueError(
             "w13 must have shape (E, N, K), or (E, I, 2, K) for rows in turn, got "

@@ -81,11 +81,11 @@ def normal(*shape: int, seed: int, dtype=FP32) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def weights(scheme: str, dtype: torch.dtype, K: int, I: int, activation: str):  # noqa: E741
+def weights(scheme: str, dtype: torch.dtype, K: int, I: int, activation: str):
     """w13 and w2 of unit scale. The last expert is the first one with columns of w2, and the rows
     of w13 that make them, in another order, and with the other sign.
     """
-    K, I = fitting(K, scheme), fitting(I, scheme)  # noqa: E741
+    K, I = fitting(K, scheme), fitting(I, scheme)
     N = I if activation.endswith("no_mul") else 2 * I
     w13 = normal(E, N, K, seed=1, dtype=dtype) / K**0.5
     w2 = normal(E, K, I, seed=2, dtype=dtype) / I**0.5
@@ -344,7 +344,7 @@ def test_sums_of_ranks_add_up_to_one_process(scheme, avx, monkeypatch):
     other token two experts nearly cancel each other: the last bits of fp32 are seen in 16.
     """
     monkeypatch.setattr(training_plans, "INTERPRETED", False)  # gradients, in a tenth of the time
-    experts, K, I = 16, 96, 64  # noqa: E741
+    experts, K, I = 16, 96, 64
     w13, w2 = normal(experts, 2 * I, K, seed=1) / 10, normal(experts, K, I, seed=2) / 8
     w13[1], w2[1] = w13[0], w2[0] * (-63 / 64)
     router, ids = normal(200, 5, seed=3).abs(), torch.randint(-2, experts + 2, (200, 5))

@@ -34,7 +34,7 @@ GPU = (
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU kernels are compiled")
 
 
-def layer_of(backend="auto", *, dtype=FP32, device="cpu", scheme="", K=64, I=64, **options):  # noqa: E741
+def layer_of(backend="auto", *, dtype=FP32, device="cpu", scheme="", K=64, I=64, **options):
     torch.manual_seed(0)
     layer = MoELayer(K, I, 4, 2, backend=backend, dtype=dtype, device=device, **options)
     for name in ("gate_up_proj", "down_proj"):
@@ -389,7 +389,7 @@ def test_capture_is_the_first_call(device, backend, scheme, M, monkeypatch):
     """Sizes that no other test has, and kernels of Triton forgotten: nothing else can have warmed
     them."""
     monkeypatch.setattr(launches, "_compiled", {})
-    K, I = 640, 384  # noqa: E741
+    K, I = 640, 384
     layer = layer_of(backend, dtype=BF16, device=device, scheme=scheme, K=K, I=I)
     experts = layer.experts
     weights = [experts.gate_up_proj.data, experts.down_proj.data]

@@ -354,7 +354,7 @@ def _arriving(call: Call, rows: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor
 
 def problem_of(call: Call) -> Problem:
     """What the call's backend is asked about."""
-    E, top_k, K, I = call.shape  # noqa: E741
+    E, top_k, K, I = call.shape
     activation = Activation(call.activation)
     linear = call.kind == "grouped_linear"
     return Problem(
@@ -400,7 +400,7 @@ def compile_call(call: Call, gpu: Gpu, arch: Arch, compiles: bool = True) -> lis
 
     compiles: False lists the launches alone, in about a millisecond.
     """
-    E, top_k, K, I = call.shape  # noqa: E741
+    E, top_k, K, I = call.shape
     activation, M = Activation(call.activation), call.M
     N = 2 * I if activation.gated else I
     kind = library.ADAPTED if call.rank else library.KINDS[call.kind]
@@ -484,7 +484,7 @@ def compile_training(
     call: TrainingCall, gpu: Gpu, arch: Arch, compiles: bool = True
 ) -> list[Compiled]:
     """The kernels of a training step that are ours, compiled for `arch` or listed."""
-    E, top_k, K, I = call.shape  # noqa: E741
+    E, top_k, K, I = call.shape
     activation = Activation(call.activation)
     N, dtype = 2 * I if activation.gated else I, torch.bfloat16
     x, ids = _empty(call.M, K, dtype=dtype), _empty(call.M, top_k, dtype=torch.int32)

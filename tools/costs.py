@@ -115,7 +115,7 @@ class Layer:
         if self.scheme:
             scheme = get_scheme(self.scheme)
             object.__setattr__(self, "scheme", scheme.name)
-            K, I = self.hidden_size, self.intermediate_size  # noqa: E741
+            K, I = self.hidden_size, self.intermediate_size
             for name, N, columns in (("hidden_size", 2 * I, K), ("intermediate_size", K, I)):
                 if reason := scheme.why_not_shape(N, columns):
                     raise ValueError(
@@ -143,7 +143,7 @@ class Layer:
         activation makes of them, and the output. What products of 8 bits read has 8. Those of
         plain weights end with the activation: nothing else sees gate and up.
         """
-        K, I = self.hidden_size, self.intermediate_size  # noqa: E741
+        K, I = self.hidden_size, self.intermediate_size
         if not self.scheme:
             return 2 * (2 * K + 2 * I), 2 * 2 * K
         read = 1 if self.multiplies_8_bits else 2

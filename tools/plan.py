@@ -215,7 +215,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     Raises:
         ValueError: of the layer, a number of GPUs or hosts, or the routing.
     """
-    E, K, I, top_k = arguments.shape  # noqa: E741
+    E, K, I, top_k = arguments.shape
     layer = costs.Layer(E, K, I, top_k, arguments.scheme)
     for name in ("tokens", "gpus", "hosts"):
         if min(getattr(arguments, name)) < 1:

@@ -38,7 +38,7 @@ def run_residency(device: str, compared: bool = True) -> tuple[list[str], list[s
         return torch.randn(size, generator=rng, device=device)
 
     for scheme in SCHEMES:
-        K, I = SIZES  # noqa: E741
+        K, I = SIZES
         plain = [random(E, *size).to(torch.bfloat16) / 16 for size in ((2 * I, K), (K, I))]
         weights: list[Any] = [quantized(one, scheme, None) if scheme else one for one in plain]
         experts = moe_ops.ResidentExperts(*weights, slots=SLOTS)

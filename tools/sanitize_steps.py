@@ -74,7 +74,7 @@ def steps(
     for scheme, rank, has in STEPS:
         if scheme and not packed:
             continue
-        K, I = WHOLE_TILES if has.get("of whole tiles") else SIZES  # noqa: E741
+        K, I = WHOLE_TILES if has.get("of whole tiles") else SIZES
         of = Activation(has.get("activation", "silu"))
         N = 2 * I if of.gated else I
         top_k = 1 if has.get("on_input") else TOP_K

@@ -77,7 +77,7 @@ def _forward(*values: Any) -> tuple[Tensor, ...]:
 
 def _forward_fake(*values: Any) -> tuple[Tensor, ...]:
     call, _ = _call(values)
-    x, (E, I, _) = call.hidden_states, call.w13.data.shape  # noqa: E741
+    x, (E, I, _) = call.hidden_states, call.w13.data.shape
     R = x.shape[0]
     kept = [x.new_empty(0 if call.options.recompute else R, size) for size in (2 * I, I)]
     return x.new_empty(x.shape), *kept, x.new_empty(E + R, dtype=torch.int32)

@@ -283,7 +283,7 @@ def run(
     """
     options = call.options
     _, N, _ = get_scheme(call.w13.scheme).logical_shape(*call.w13.data.shape)
-    _, _, I = get_scheme(call.w2.scheme).logical_shape(*call.w2.data.shape)  # noqa: E741
+    _, _, I = get_scheme(call.w2.scheme).logical_shape(*call.w2.data.shape)
     adapters = of_tokens(stack, adapter_ids, call, N, I)
     recorded = [t for t in (*gradients, *stack) if t is not None and t.requires_grad]
     if torch.is_grad_enabled() and recorded:

@@ -5,10 +5,10 @@ the others.
 """
 
 # isort: off
-import moe_ops.backends.triton.backend  # noqa: F401
-import moe_ops.backends.deep_gemm.backend  # noqa: F401
-import moe_ops.backends.flashinfer.backend  # noqa: F401
-import moe_ops.backends.cutlass.backend  # noqa: F401
+import moe_ops.backends.triton.backend
+import moe_ops.backends.deep_gemm.backend
+import moe_ops.backends.flashinfer.backend
+import moe_ops.backends.cutlass.backend
 import moe_ops.backends.torch.backend  # noqa: F401
 
 # isort: on

@@ -30,7 +30,7 @@ def make_weights(shape: Shape, dtype: torch.dtype, device: torch.device) -> tupl
     different orders: drawing all of them would take longer than the benchmark.
     """
     rng = torch.Generator(device).manual_seed(0)
-    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size  # noqa: E741
+    E, K, I = shape.num_experts, shape.hidden_size, shape.intermediate_size
     weights = []
     for rows, columns in ((2 * I, K), (K, I)):
         one = torch.randn(rows, columns, generator=rng, device=device) / math.sqrt(columns)

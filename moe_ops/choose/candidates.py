@@ -94,7 +94,7 @@ def tiles(gemm: Gemm, block_m: int, gpu: Gpu) -> Iterator[GemmConfig]:
 def gemms_of(
     config: LayerConfig,
     K: int,
-    I: int,  # noqa: E741
+    I: int,
     itemsize: int,
     quantized: bool,
     x_scale: str = "",
@@ -140,7 +140,7 @@ def layers(
     )
 
 
-def gemv_space(base: LayerConfig, K: int, I: int) -> Space:  # noqa: E741
+def gemv_space(base: LayerConfig, K: int, I: int) -> Space:
     """Configs of gemm/gemv.py with 16 to 128 weights per thread."""
 
     def gemms(columns: int, rows: int) -> Iterator[GemmConfig]:
@@ -166,7 +166,7 @@ def mixed_gemv_k(columns: int, bits: int, num_warps: int, loads: int = 1) -> int
     return min(gemv_columns(bits) * num_warps * loads, 1 << (columns - 1).bit_length())
 
 
-def mixed_gemv_space(base: LayerConfig, top_k: int, K: int, I: int, bits: int) -> Space:  # noqa: E741
+def mixed_gemv_space(base: LayerConfig, top_k: int, K: int, I: int, bits: int) -> Space:
     """Configs of mixed_gemm/gemv.py with 2 to 16 loads per thread."""
 
     def gemms(columns: int) -> Iterator[GemmConfig]:
@@ -187,7 +187,7 @@ def token_depth(chunks: int, most: int) -> int:
     return cdiv(chunks, cdiv(chunks, most))
 
 
-def token_space(base: LayerConfig, top_k: int, K: int, I: int, group: int) -> Space:  # noqa: E741
+def token_space(base: LayerConfig, top_k: int, K: int, I: int, group: int) -> Space:
     """Configs of sm90_mma.py."""
     k_chunk, slots = base.gemm1.block_k, token_slots(top_k)
 

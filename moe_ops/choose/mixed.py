@@ -53,7 +53,7 @@ def choose(
     direct: bool,
 ) -> LayerConfig:
     """Config of the two GEMMs of sm80_mma.py by rule."""
-    _, experts, K, I, gpu, *_ = layer  # noqa: E741
+    _, experts, K, I, gpu, *_ = layer
     block_m = 8 if direct else block_of(rules.MIXED_BLOCKS, layer.average)
     unaligned, bf16 = bool(K * bits % 128 or I * bits % 128), dtype == torch.bfloat16
     if unaligned:
@@ -83,7 +83,7 @@ def choose_wgmma(
     rows: of 8 bits those of sm80_mma.py are. Of 4 bits these decode each weight as often, but more
     slowly. `many` and `scaling` are `MixedOperand.stages_of_many` and `scaling`.
     """
-    _, experts, K, I, gpu, *_ = layer  # noqa: E741
+    _, experts, K, I, gpu, *_ = layer
     average, each = layer.average, gpu.multiprocessors
     if bits == 8 and average > MAX_ROWS_OF_8_BITS:
         return None
@@ -354,7 +354,7 @@ def choose_token(layer: LayerSizes, k_chunk: int, group: int) -> LayerConfig:
     They ask for four chunks too where a warp has 12, or a token one expert. Rows of GEMM1 of more
     than 32 chunks have eight warps; shorter ones are slower with so many.
     """
-    K, I = layer.K, layer.I  # noqa: E741
+    K, I = layer.K, layer.I
     slots, programs = token_slots(layer.top_k), cdiv(K, 16)
     chunks = cdiv(K, k_chunk)
     parts = parts_of_row(K, k_chunk, group, 2 if chunks <= 16 else 4 if chunks <= 32 else 8)

@@ -74,7 +74,7 @@ def _choose_quantized(
     are not aligned to 16 bytes are quantized in the mainloops. For one token, GEMM1's wide tiles
     may leave multiprocessors idle: then GEMM2 quantizes h, unless its sums are long.
     """
-    _, experts, K, I, gpu, *_ = layer  # noqa: E741
+    _, experts, K, I, gpu, *_ = layer
     rows, average, each = layer.rows, layer.average, gpu.multiprocessors
     odd, by_row, by_group = bool(K % 16 or I % 16), x_scale == "row", x_scale == "group"
     few = direct and I <= 2048 and rows * I <= 96 * 128
@@ -139,7 +139,7 @@ def choose_gemv(layer: LayerSizes, quantized: bool, itemsize: int) -> LayerConfi
     If each block quantizes x, it has more rows of weights, which share that work. BLOCK_K of GEMM2
     covers the whole sum if it can: a second step of a few columns takes as long as a whole one.
     """
-    I = layer.I  # noqa: E741
+    I = layer.I
 
     def gemm(n: int, k: int, num_stages: int, num_warps: int, columns: int) -> GemmConfig:
         least = max(128, 1 << (columns - 1).bit_length())

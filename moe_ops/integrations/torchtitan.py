@@ -42,7 +42,7 @@ class MoEOpsGroupedExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         pass
 
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         w1, w2, w3 = [_local(w) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
         return grouped.grouped_experts(x_RD, (w1, w3), w2, num_tokens_per_expert_E, dtype=_DTYPE)
 
@@ -54,7 +54,7 @@ class MoEOpsFusedGroupedExperts(fused_swiglu.FusedGroupedExperts):
     class Config(fused_swiglu.FusedGroupedExperts.Config):
         pass
 
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         w13, w2 = _local(self.w13), _local(self.w2_EDF)
         return grouped.grouped_experts(x_RD, w13, w2, num_tokens_per_expert_E, dtype=_DTYPE)
 

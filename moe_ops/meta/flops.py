@@ -152,7 +152,7 @@ def grouped_pair_backward(grad: tuple, h: tuple, hidden: tuple, *rest: Any, **k:
 
 
 def _joined(gate: tuple) -> tuple:
-    E, I, K = gate  # noqa: E741
+    E, I, K = gate
     return E, 2 * I, K
 
 

@@ -46,7 +46,7 @@ class ExpertsLoRA(nn.Module):
     def __init__(self, w13: Tensor, w2: Tensor, rank: int, scale: float, like: Tensor) -> None:
         super().__init__()
         self.scale = scale
-        (E, N, K), I = w13.shape, w2.shape[2]  # noqa: E741
+        (E, N, K), I = w13.shape, w2.shape[2]
         for suffix, rows, columns in (("13", N, K), ("2", K, I)):
             bound = columns**-0.5
             a = torch.empty(E, rank, columns, dtype=like.dtype, device=like.device)

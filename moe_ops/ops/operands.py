@@ -140,7 +140,7 @@ def check_weights(
         raise ValueError(
             f"w13 must have an even number of rows for {activation.name}, got {N}{half}"
         )
-    I = N // 2 if activation.gated else N  # noqa: E741
+    I = N // 2 if activation.gated else N
     if shape != (E, K, I):
         remedy = half or if_transposed("w2", w2, shape == (E, I, K))
         raise ValueError(

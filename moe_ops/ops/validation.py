@@ -115,7 +115,7 @@ def _experts_problem(call: ExpertsCall) -> Problem:
             "w13 and w2 must be tensors where gradients are required, got resident experts, which "
             "have none: wrap the call in torch.no_grad(), or train on weights that fit the GPU"
         )
-    E, N, K, I = check_weights(call.w13, call.w2, x, width, options.activation, dtype)  # noqa: E741
+    E, N, K, I = check_weights(call.w13, call.w2, x, width, options.activation, dtype)
     quantizes = sends_quantized(options.exchange)
     scheme = layer_scheme(call.w13.scheme, call.w2.scheme)
     fits = scheme == "fp8_block" and K % 128 == 0 and not options.router_weight_on_input
@@ -202,7 +202,7 @@ def _batched_problem(call: BatchedCall) -> Problem:
         *("hidden_states", x, call.hidden_states_scale, call.hidden_states_global_scale),
         *(call.options, call.w13.scheme),
     )
-    E, N, K, I = check_weights(call.w13, call.w2, x, width, call.options.activation, dtype)  # noqa: E741
+    E, N, K, I = check_weights(call.w13, call.w2, x, width, call.options.activation, dtype)
     blocks = static_size(x.shape[0])
     if blocks != E:
         raise ValueError(
@@ -248,7 +248,7 @@ def grouped_problem(call: GroupedCall) -> Problem:
     _check_layouts(call)
     check_rank("hidden_states", x, "(R, K)")
     dtype, width = check_input("hidden_states", x, None, None, options, call.w13.scheme)
-    E, N, K, I = check_weights(call.w13, call.w2, x, width, options.activation, dtype)  # noqa: E741
+    E, N, K, I = check_weights(call.w13, call.w2, x, width, options.activation, dtype)
     name = "num_tokens_per_expert"
     if shape_of(counts) != (E,):
         raise ValueError(

@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     E: int
     top_k: int
     K: int
-    I: int  # noqa: E741
+    I: int
     multiples: tuple[int, ...]  # to try in turn
 
 
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     @property
     def problem(self) -> Problem:
         """The Problem of a case, with weights in their natural layout."""
-        K, I = self.sizes  # noqa: E741
+        K, I = self.sizes
         return Problem(
             kind="experts",
             num_experts=self.shape.E,
@@ -76,7 +76,7 @@ class Case(NamedTuple):
         )
 
     def __str__(self) -> str:
-        K, I = self.sizes  # noqa: E741
+        K, I = self.sizes
         bias = ", biases" if self.bias else ""
         return f"M={self.shape.M} E={self.shape.E} top_k={self.shape.top_k} K={K} I={I}{bias}"
 
@@ -127,7 +127,7 @@ def _weights(
     E: int,
     K: int,
     I: int,
-    known_scale: bool,  # noqa: E741
+    known_scale: bool,
 ) -> tuple[Any, Any]:
     """w13 and w2, which give outputs of unit scale."""
     from moe_ops.tensors import quantize
@@ -153,7 +153,7 @@ def inputs(case: Case) -> Given:
     Expert 1 has no tokens. Of more than one token, the ids of some name no expert, and the first
     token has only such ids: its hidden state and router weights are NaN.
     """
-    (M, E, top_k, *_), (K, I) = case.shape, case.sizes  # noqa: E741
+    (M, E, top_k, *_), (K, I) = case.shape, case.sizes
     rng = torch.Generator("cpu").manual_seed(2)
 
     def normal(*size: int) -> Tensor:

@@ -121,7 +121,7 @@ def _list(arguments: argparse.Namespace, error: Callable[[str], object]) -> None
 
     gpu = launch.gpu(torch.cuda.current_device() if torch.cuda.is_available() else -1)
     for scheme in arguments.scheme:
-        for E, K, I, top_k in arguments.shape:  # noqa: E741
+        for E, K, I, top_k in arguments.shape:
             target = Target(E, K, I, top_k, get_scheme(scheme).name, arguments.dtype)
             print(target)
             for M in sorted(arguments.m or CONFIGS_M):
@@ -133,7 +133,7 @@ def _list(arguments: argparse.Namespace, error: Callable[[str], object]) -> None
 
 def _check(arguments: argparse.Namespace, error: Callable[[str], object]) -> None:
     """Call `error` if something is wrong with the command line."""
-    for E, K, I, top_k in arguments.shape:  # noqa: E741
+    for E, K, I, top_k in arguments.shape:
         if min(E, K, I, top_k) < 1 or top_k > E:
             error(f"--shape must be positive, TOP_K at most E; got {E} {K} {I} {top_k}")
     for scheme in arguments.scheme:

@@ -211,7 +211,7 @@ def heuristic(bench: Bench) -> LayerConfig:
 
 def search_space(target: Target, base: LayerConfig, num_tokens: int) -> candidates.Space:
     """Configs that are tried: for each kind of block a list for GEMM1 and one for GEMM2."""
-    K, I = target.hidden_size, target.intermediate_size  # noqa: E741
+    K, I = target.hidden_size, target.intermediate_size
     average = num_tokens * target.top_k / target.num_experts
     mixed = mixed_operands.describe(target.scheme)
     if mixed is not None and base.kernel == SM90_MMA:
@@ -246,7 +246,7 @@ def listing(target: Target, num_tokens: int, gpu: Gpu) -> str:
             "--list orders tiles of weights that are plain or quantized as their activations; got "
             f"scheme {target.scheme!r}: run the search, without --list, on a GPU"
         )
-    K, I, of = target.hidden_size, target.intermediate_size, scales(target.scheme)  # noqa: E741
+    K, I, of = target.hidden_size, target.intermediate_size, scales(target.scheme)
     layer = LayerSizes(num_tokens * target.top_k, target.num_experts, K, I, gpu, target.top_k)
     dtype = getattr(torch, target.dtype)
     tma = gpu.has_tma and of[:2] in (("", ""), ("block", "group"))

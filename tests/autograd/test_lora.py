@@ -35,7 +35,7 @@ def adapter(case: Case, ranks=(4, 3), scale=0.7, seed=0, dtype=None) -> LoRA:
     """Random matrices, whose products are as large as the weights."""
     g = torch.Generator().manual_seed(seed + 1)
     E, N, K = oracle.weight(case.args[1]).shape
-    I = oracle.weight(case.args[2]).shape[2]  # noqa: E741
+    I = oracle.weight(case.args[2]).shape[2]
     r, q = ranks
 
     def random(rows, columns):

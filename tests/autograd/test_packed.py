@@ -179,7 +179,7 @@ def test_a_nan_gradient_stays_with_its_token(where):
 @pytest.mark.parametrize("size", [(64, 128, 128), (300, 384, 256)], ids=("short", "long"))
 def test_sizes_of_whole_tiles(where, scheme, rank, size):
     """Those that the kernel of SM90 takes: rings of stages that are not filled, and that wrap."""
-    M, K, I = size  # noqa: E741
+    M, K, I = size
     case = Case(*where, scheme, M=M, E=3, top_k=2, K=K, I=I)
     if rank:
         test_lora.check(case, [test_lora.adapter(case, (rank, rank))], within=0.02)

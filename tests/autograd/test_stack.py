@@ -19,7 +19,7 @@ def adapters_of(case: Case, ranks, seed=0, dtype=None, of=MATRICES) -> list[LoRA
     """Random adapters of these ranks, whose products are as large as the weights."""
     g = torch.Generator().manual_seed(seed + 1)
     E, N, K = oracle.weight(case.args[1]).shape
-    I = oracle.weight(case.args[2]).shape[2]  # noqa: E741
+    I = oracle.weight(case.args[2]).shape[2]
     found = []
     for i, r in enumerate(ranks):
         sizes = {"a13": (r, K), "b13": (N, r), "a2": (r, I), "b2": (K, r)}
@@ -302,7 +302,7 @@ def test_refusals_of_a_stack():
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g128"])
 def test_planned_for_a_gpu(scheme):
     """One graph for any number of tokens, on Triton's kernels, whose workspaces the graph has."""
-    E, K, I, r = 4, 256, 128, 16  # noqa: E741
+    E, K, I, r = 4, 256, 128, 16
     sizes = ((r, K), (2 * I, r), (r, I), (K, r))
     given = [torch.randn(E, *size, dtype=BF16) for size in ((2 * I, K), (K, I))]
     given = [moe_ops.quantize(w, scheme) if scheme else w for w in given]

@@ -21,11 +21,11 @@ from tests.kernels.mixed_gemm.test_sm90_wgmma import wgmma_kernel
 GPU = Gpu(227 * 1024, True, True)
 
 
-def choose_wgmma(rows, experts, K, I, *facts):  # noqa: E741
+def choose_wgmma(rows, experts, K, I, *facts):
     return mixed.choose_wgmma(LayerSizes(rows, experts, K, I, GPU), *facts)
 
 
-def any_batch(rows, experts, K, I, *facts):  # noqa: E741
+def any_batch(rows, experts, K, I, *facts):
     return mixed.wgmma_of_segments(LayerSizes(rows, experts, K, I, GPU), *facts)
 
 
@@ -196,7 +196,7 @@ def test_tiles_of_any_batch_are_those_whose_bits_were_compared(bits):
     operands.
     """
     sizes = itertools.product((4, 14, 60, 120, 150, 250, 400, 800), (1024, 2880, 5120, 8192))
-    for (rows, K), I in itertools.product(sizes, (320, 2880, 8192)):  # noqa: E741
+    for (rows, K), I in itertools.product(sizes, (320, 2880, 8192)):
         found = any_batch(rows, 8, K, I, bits, 1, 1, 0)
         assert found.block_m in (8, 16, 32, 64) and found.split_k == 1
         for gemm, columns in ((found.gemm1, K), (found.gemm2, I)):

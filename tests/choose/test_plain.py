@@ -31,7 +31,7 @@ def test_experts_on_several_devices_have_tiles_for_the_rows_that_come_to_them(na
     """Of a device that has an eighth of the experts: those of as many experts alone with an eighth
     of the tokens, whatever all pairs over the experts here would say.
     """
-    E, K, I, top_k = 16, 4096, 2048, 2  # noqa: E741
+    E, K, I, top_k = 16, 4096, 2048, 2
     gpu, seen = Gpu(232448, True, True), set()
     for M in (2, 8, 64, 160, 240, 448, 512, 4096, 32768):
         for scheme, scales in (("", ("", "")), ("fp8_block", ("block", "group"))):
@@ -73,7 +73,7 @@ def test_tiles_of_one_token_share_multiprocessors_that_would_take_turns(
     pairs,
     I,
     shared_memory,
-    stages,  # noqa: E741
+    stages,
 ):
     layer = LayerSizes(pairs, 64, 7168, I, Gpu(shared_memory, True, True))
     config = plain.choose(layer, 2, True, "block", "group")
@@ -92,7 +92,7 @@ def test_rules_choose_what_was_about_the_fastest(scheme):
     for cell in MEASURED:
         if cell["scheme"] != scheme:
             continue
-        (E, top_k, K, I), M = cell["shape"], cell["num_tokens"]  # noqa: E741
+        (E, top_k, K, I), M = cell["shape"], cell["num_tokens"]
         layer = LayerSizes(M * top_k, E, K, I, gpu, top_k)
         tma = layer.rows >= plain.LARGE_ROWS * E
         found = plain.for_experts(layer, torch.bfloat16, scheme, scales, True, tma, M == 1)

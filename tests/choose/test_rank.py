@@ -21,7 +21,7 @@ def test_tiles_that_are_put_first_are_among_the_fastest(scheme):
     """The best of the three that it puts first takes at most 3 % longer in the mean."""
     lost = []
     for cell in MEASURED:
-        (E, top_k, K, I), M = cell["shape"], cell["num_tokens"]  # noqa: E741
+        (E, top_k, K, I), M = cell["shape"], cell["num_tokens"]
         if M == 1 or cell["scheme"] != scheme:
             continue
         average, timed = M * top_k / E, []

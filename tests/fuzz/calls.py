@@ -89,7 +89,7 @@ class Example:
     E: int
     top_k: int
     K: int
-    I: int  # noqa: E741
+    I: int
     dtype: torch.dtype
     scheme: str
     activation: str
@@ -192,9 +192,9 @@ def arguments_of(e: Example) -> tuple[dict, dict]:
     """(what the oracle gets, what the library gets), by name: of equal values."""
     g = torch.Generator().manual_seed(e.seed)
     act = Activation(e.activation)
-    K, I = e.K, e.I  # noqa: E741
+    K, I = e.K, e.I
     if e.scheme:
-        K, I = fitting(max(K, 1), e.scheme), fitting(max(I, 1), e.scheme)  # noqa: E741
+        K, I = fitting(max(K, 1), e.scheme), fitting(max(I, 1), e.scheme)
     N = 2 * I if act.gated else I
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:

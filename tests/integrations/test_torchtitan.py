@@ -10,9 +10,9 @@ from tests.support.oracle import relative_error
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton")
 
-from torchtitan.config import OverrideConfig, apply_overrides  # noqa: E402
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # noqa: E402
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher  # noqa: E402
+from torchtitan.config import OverrideConfig, apply_overrides
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 E, D, F = 4, 64, 32
 

@@ -20,18 +20,18 @@ from hypothesis import strategies as st
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
-from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_ops.activations import Activation
-from moe_ops.kernels import launch  # noqa: E402
-from moe_ops.kernels.activation import activated  # noqa: E402
-from moe_ops.kernels.configs import GemmConfig, LayerConfig  # noqa: E402
-from moe_ops.kernels.gemm import sm80_mma, sm90_tma  # noqa: E402
-from moe_ops.kernels.gemm.operands import NO_BIAS, Weight, scaling_of  # noqa: E402
-from moe_ops.kernels.launch import (  # noqa: E402
+from moe_ops.kernels import launch
+from moe_ops.kernels.activation import activated
+from moe_ops.kernels.configs import GemmConfig, LayerConfig
+from moe_ops.kernels.gemm import sm80_mma, sm90_tma
+from moe_ops.kernels.gemm.operands import NO_BIAS, Weight, scaling_of
+from moe_ops.kernels.launch import (
     Address,
     Constant,
     Descriptor,
@@ -45,11 +45,11 @@ from moe_ops.kernels.launch import (  # noqa: E402
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.place.routing import (  # noqa: E402
+from moe_ops.kernels.place.routing import (
     NO_ROUTER_WEIGHTS,
     route_pairs,
 )
-from moe_ops.kernels.rows.scales import Input  # noqa: E402
+from moe_ops.kernels.rows.scales import Input
 
 PACKAGE = Path(launch.__file__).resolve().parents[1]
 H200 = Gpu(227 * 1024, True, True, "NVIDIA H200")

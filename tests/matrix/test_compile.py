@@ -27,7 +27,7 @@ from moe_ops.planning import machine as machines
 from moe_ops.tables import lookup
 from tests.support.cases import measured_tiers
 
-E, K, I, TOP_K = 4, 32, 24, 2  # noqa: E741
+E, K, I, TOP_K = 4, 32, 24, 2
 N = 2 * I  # differs from K, so that no two of an op's buffers have equal sizes
 SIZES = (5, 1, 2, 64, 4096)
 SCHEMES = ("", "fp8_channel", "fp8_block")
@@ -456,7 +456,7 @@ def test_compile_caches_know_the_workspace_formula(scheme, monkeypatch):
     layers = Layers(2, scheme)
     dense = workspace.dense
 
-    def larger(M, N, K, I, top_k):  # noqa: E741
+    def larger(M, N, K, I, top_k):
         (rows, width13), (_, width2) = dense(M, N, K, I, top_k)
         return (rows, width13), (rows + 8, width2)
 

@@ -312,7 +312,7 @@ def test_reduce_overhead(scheme):
     sm90_wgmma._products_on.clear()
     compiled = torch.compile(moe_ops.fused_experts, fullgraph=True, mode="reduce-overhead")
     with torch.no_grad():
-        K, I = (256, 256) if scheme == "int4_w4a8" else (160, 136)  # noqa: E741
+        K, I = (256, 256) if scheme == "int4_w4a8" else (160, 136)
         for M in (16, 24):
             case = Case("cuda", BF16, scheme, M=M, E=8, K=K, I=I, bias=True)
             for _ in range(3):

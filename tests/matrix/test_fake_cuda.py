@@ -24,7 +24,7 @@ from moe_ops.planning import plan as plans
 from tests.support.fake_cuda import H200, Recorder, fake_gpu
 from tests.support.paths import SUPPORT
 
-E, K, I, TOP_K, M = 4, 64, 48, 2, 7  # noqa: E741
+E, K, I, TOP_K, M = 4, 64, 48, 2, 7
 CALLS = ("experts", "batched_experts", "grouped_linear")
 BACKENDS = (*backends.list_backends(), "auto", "tiers")
 

@@ -22,7 +22,7 @@ UTILITIES = (
     "test_aot_dispatch_static",
     "test_aot_dispatch_dynamic",
 )
-E, K, I, TOP_K, M = 3, 16, 16, 2, 4  # noqa: E741
+E, K, I, TOP_K, M = 3, 16, 16, 2, 4
 # samples with quantized weights: their scheme
 QUANTIZED = {
     "quantized": "fp8_channel",

@@ -130,7 +130,7 @@ def test_kernels_for_many_rows(average, device):
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel"])
 @pytest.mark.parametrize("K, I", [(24, 40), (200, 136)])
-def test_odd_sizes(scheme, K, I):  # noqa: E741
+def test_odd_sizes(scheme, K, I):
     check(Case("cpu", FP32, scheme, M=5, K=K, I=I), "triton")
 
 

@@ -224,7 +224,7 @@ def test_router_weights_come_before_quantization(where, scheme, M):
 
 @everywhere
 @pytest.mark.parametrize("K, I", [(33, 17), (1, 1), (130, 70)])
-def test_odd_sizes(where, K, I):  # noqa: E741
+def test_odd_sizes(where, K, I):
     check(where, K=K, I=I, bias=True)
 
 

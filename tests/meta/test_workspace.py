@@ -23,7 +23,7 @@ KINDS = ("experts", "batched_experts", "grouped_linear")
 sizes = st.integers(1, 300)
 
 
-def problem(kind: str, E: int, K: int, I: int, top_k: int, **facts) -> Problem:  # noqa: E741
+def problem(kind: str, E: int, K: int, I: int, top_k: int, **facts) -> Problem:
     """A problem of silu experts, or of one linear with I columns."""
     if kind == "grouped_linear":
         return Problem(kind, E, K, 0, I, 0, torch.bfloat16).replace(**facts)
@@ -86,7 +86,7 @@ def symbols() -> dict[str, tuple[ShapeEnv, torch.SymInt]]:
 @pytest.mark.parametrize("kind, chunk_rows", [
     *[(kind, 0) for kind in KINDS], ("experts", 48), ("batched_experts", 1024),
 ])  # fmt: skip
-def test_symbols_give_what_numbers_give(kind, chunk_rows, scheme, E, K, I, top_k, tokens):  # noqa: E741
+def test_symbols_give_what_numbers_give(kind, chunk_rows, scheme, E, K, I, top_k, tokens):
     found = plans(problem(kind, E, K, I, top_k, scheme=scheme), chunk_rows=chunk_rows)
     assert "torch" in found
     for name, plan in found.items():
@@ -117,7 +117,7 @@ def test_every_backend_is_looked_at():
 
 
 @given(sizes, sizes, sizes, sizes, st.integers(1, 8))
-def test_dense_layout(M, N, K, I, top_k):  # noqa: E741
+def test_dense_layout(M, N, K, I, top_k):
     rows = M * top_k
     assert workspace.dense(M, N, K, I, top_k) == ((rows, max(I, K)), (rows, max(N, K)))
 
@@ -131,7 +131,7 @@ def test_contiguous_layout(M, top_k, E, alignment):
 
 
 @given(sizes, sizes, sizes, sizes, sizes)
-def test_masked_layout(E, T, N, K, I):  # noqa: E741
+def test_masked_layout(E, T, N, K, I):
     assert workspace.masked(E, T, N, K, I) == ((E, T, max(K, N)), (E, T, I))
 
 
@@ -213,7 +213,7 @@ def fences_hold(whole: torch.Tensor) -> bool:
 def test_kernels_stay_inside_their_workspaces(name, kind, M):
     """Buffers of exactly the stated sizes, full of NaN, between fences; a run on workspaces four
     times as large gives the same numbers."""
-    E, K, I, top_k = 3, 16, 12, 2  # noqa: E741
+    E, K, I, top_k = 3, 16, 12, 2
     backend = backends.named(name)
     here = Machine("cpu", available=(name,))
     p = problem(kind, E, K, I, top_k, dtype=torch.float32)
@@ -340,7 +340,7 @@ def test_tiers_share_the_largest_of_each_buffer():
 
 
 @given(st.integers(0, 5000), sizes, sizes, sizes, st.integers(1, 8))
-def test_tiers_hold_every_backend(M, E, K, I, top_k):  # noqa: E741
+def test_tiers_hold_every_backend(M, E, K, I, top_k):
     found = plans(problem("experts", E, K, I, top_k))
     whole = found.pop("auto")
     tiered = whole.workspace_shapes(M)

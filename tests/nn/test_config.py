@@ -57,7 +57,7 @@ def test_local_experts_of_all_ranks_add_up():
 def test_what_dispatchers_send_has_room(backend, same_expert):
     """Two devices with 5 and 7 tokens, at most 8: all may choose experts of one device."""
     torch.manual_seed(0)
-    E, K, I, top_k = 4, 16, 8, 1  # noqa: E741
+    E, K, I, top_k = 4, 16, 8, 1
     w13, w2 = torch.randn(E, 2 * I, K) / 4, torch.randn(E, K, I) / 3
     x, weights = torch.randn(12, K), torch.rand(12, top_k) + 0.1
     ids = torch.ones(12, top_k, dtype=torch.long) if same_expert else torch.randint(E, (12, top_k))

@@ -12,7 +12,7 @@ import moe_ops
 from moe_ops.nn.distribute import distribute
 from tests.parallel.conftest import world  # noqa: F401 - a fixture
 
-E, H, I = 5, 32, 64  # noqa: E741
+E, H, I = 5, 32, 64
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from moe_ops.parallel.config import ParallelConfig
 from tests.support.cases import poisoned_memory
 from tests.support.fake_cuda import fake_gpu
 
-H, I, E, TOP_K = 32, 16, 8, 3  # noqa: E741
+H, I, E, TOP_K = 32, 16, 8, 3
 
 LAYERS = {
     "plain": {},
@@ -604,10 +604,10 @@ def test_buffers_survive_the_meta_device(built, materialized):
     parallel = ParallelConfig.make(tp_size=2, tp_rank=1, enable_expert_parallel=True)
     table = torch.tensor([-1, 0, -1, 3, 2, -1, 1, -1], dtype=torch.int32)
     if built == "from_config":
-        build = lambda **device: MoELayer.from_config(config(parallel=parallel), **device)  # noqa: E731
+        build = lambda **device: MoELayer.from_config(config(parallel=parallel), **device)
     else:
         options = {"expert_map": table, "num_local_experts": 4}
-        build = lambda **device: MoELayer(H, I, E, TOP_K, **options, **device)  # noqa: E731
+        build = lambda **device: MoELayer(H, I, E, TOP_K, **options, **device)
     good = build().eval()
     assert set(good.state_dict()) == {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
     if built == "context":

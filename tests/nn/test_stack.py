@@ -13,7 +13,7 @@ from tests.nn.test_lora import FP64, layer_of
 
 def adapters_of(layer, ranks=(3, 5), seed=0):
     g = torch.Generator().manual_seed(seed)
-    (E, N, K), I = layer.experts.w13.shape, layer.experts.down_proj.shape[2]  # noqa: E741
+    (E, N, K), I = layer.experts.w13.shape, layer.experts.down_proj.shape[2]
 
     def random(*size):
         return torch.randn(E, *size, generator=g, dtype=FP64) * size[1] ** -0.5

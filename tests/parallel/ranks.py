@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ops
-import moe_ops.tensors  # noqa: F401 - with torchao, once for all processes
+import moe_ops.tensors
 from moe_ops import backends
 from moe_ops.meta import symmetric
 from moe_ops.nn.rebalance import rebalance
@@ -34,7 +34,7 @@ from moe_ops.parallel.symmetric_memory import SymmetricMemory
 from moe_ops.planning import machine as machines
 from tests.support import oracle
 
-E, H, I, TOP_K = 6, 128, 128, 2  # noqa: E741
+E, H, I, TOP_K = 6, 128, 128, 2
 MOST = 8  # tokens of a rank
 SCHEMES = ("", "fp8_block", "int4_w4a16", "mxfp4_w4a16")
 ROUTINGS = ("even", "one rank without tokens", "one expert", "ids out of range")

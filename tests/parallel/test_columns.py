@@ -43,7 +43,7 @@ def test_rows_of_gate_and_up_go_together(gated):
 
 def test_rows_of_gate_and_up_in_turns():
     """Of two ranks that each run their part of a layer the sum is the whole layer."""
-    E, K, I = 3, 16, 24  # noqa: E741
+    E, K, I = 3, 16, 24
     w13, w2 = torch.randn(E, 2 * I, K), torch.randn(E, K, I)
     x, ids = torch.randn(5, K), torch.arange(10).view(5, 2) % E
     weights = torch.rand(5, 2)
@@ -67,7 +67,7 @@ def test_columns_of_w2():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantized_shares_have_their_scales(scheme):
-    E, K, I, size = 3, 256, 512, 2  # noqa: E741
+    E, K, I, size = 3, 256, 512, 2
     rows = torch.logspace(0, 2, 2 * I).view(1, -1, 1)  # scales that differ
     w13 = moe_ops.quantize(torch.randn(E, 2 * I, K) * rows, scheme)
     w2 = moe_ops.quantize(torch.randn(E, K, I) * rows[:, :I].mT, scheme)

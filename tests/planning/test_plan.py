@@ -555,7 +555,7 @@ def test_threads_share_the_plans():
     bind.forget()
     problems = []
     for i in range(24):
-        E, K, I = 2 + i % 3, 4 + 2 * i, 3 + i  # noqa: E741
+        E, K, I = 2 + i % 3, 4 + 2 * i, 3 + i
         M = 1 + i % 5
         args = torch.randn(M, K), torch.randn(E, 2 * I, K), torch.randn(E, K, I)
         args += torch.rand(M, 2), torch.randint(0, E, (M, 2))

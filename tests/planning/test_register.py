@@ -24,7 +24,7 @@ from moe_ops.planning import plan as plans
 from tests.support.outside import dense, documented_code, registered
 from tests.support.paths import ROOT
 
-E, K, I, M = 2, 64, 48, 5  # noqa: E741
+E, K, I, M = 2, 64, 48, 5
 
 
 def layer() -> tuple[torch.Tensor, ...]:

@@ -160,7 +160,7 @@ class Case:
         E=4,
         top_k=2,
         K=48,
-        I=24,  # noqa: E741
+        I=24,
         ids=None,
         ids_dtype=torch.int32,
         weights_dtype=FP32,
@@ -171,7 +171,7 @@ class Case:
     ):
         g = torch.Generator().manual_seed(seed)
         act = activation if isinstance(activation, Activation) else Activation(activation)
-        K, I = fitting(K, scheme), fitting(I, scheme)  # noqa: E741
+        K, I = fitting(K, scheme), fitting(I, scheme)
         N = 2 * I if act.gated else I
         self.device, self.dtype, self.scheme = device, dtype, scheme
 

@@ -15,20 +15,20 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from compile_kernels import Call, Compiled, _Driver, _empty, _weight  # noqa: E402
-from triton.runtime import driver  # noqa: E402
+from compile_kernels import Call, Compiled, _Driver, _empty, _weight
+from triton.runtime import driver
 
-from moe_ops.activations import Activation, rows_before  # noqa: E402
-from moe_ops.backends.flashinfer import (  # noqa: E402
+from moe_ops.activations import Activation, rows_before
+from moe_ops.backends.flashinfer import (
     backend,
     layer,
     library,
     schemes,
 )
-from moe_ops.kernels import launch  # noqa: E402
-from moe_ops.ops.args import ExpertsArgs  # noqa: E402
-from moe_ops.ops.options import Options  # noqa: E402
-from moe_ops.ops.problem import Problem  # noqa: E402
+from moe_ops.kernels import launch
+from moe_ops.ops.args import ExpertsArgs
+from moe_ops.ops.options import Options
+from moe_ops.ops.problem import Problem
 
 CALLS = (  # scheme, top_k, bias and expert_map, router_weight_on_input, activation, ids
     ("", 8, True, False, "silu", torch.int64),
@@ -43,7 +43,7 @@ def compiled(
     arch: int, scheme: str, top_k: int, more: bool, on_input: bool, name: str, ids
 ) -> list[Compiled]:
     """The kernels that one call launches."""
-    M, E, K, I = 70, 16, 256, 128  # noqa: E741
+    M, E, K, I = 70, 16, 256, 128
     activation = Activation(name)
     N = 2 * I if activation.gated else I
     order = rows_before(activation)

@@ -135,7 +135,7 @@ class FakeRunner:
                 total += y if weights is None else y * float(weights[m, j])
             output[m] = total.to(self.output)
 
-    def operands(self, x, x_scale, w1, w2, scales, K: int, I: int):  # noqa: E741
+    def operands(self, x, x_scale, w1, w2, scales, K: int, I: int):
         """fp64 rows and weights, and what happens to the activation's output."""
 
         def to_output(h, e=0):
@@ -179,7 +179,7 @@ class FakeRunner:
         assert scales is None
         return x.double(), w1.double(), w2.double(), to_output
 
-    def blackwell(self, x, x_scale, w1, w2, scales, K, I, to_output):  # noqa: E741
+    def blackwell(self, x, x_scale, w1, w2, scales, K, I, to_output):
         """nvfp4 of rows that come in 16 bits, and mxfp4 of rows quantized to mxfp8."""
         group = 32 if self.mxfp8 else 16
         if self.mxfp8:

@@ -132,7 +132,7 @@ def activation(v: Tensor, name: str, alpha=None, beta=None, limit=None) -> Tenso
     }
     if name in alone:
         return alone[name](v)
-    I = v.shape[-1] // 2  # noqa: E741
+    I = v.shape[-1] // 2
     g, u = (v[..., ::2], v[..., 1::2]) if name == "swigluoai" else (v[..., :I], v[..., I:])
     if name == "silu":
         g = above(g, limit)

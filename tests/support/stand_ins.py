@@ -33,7 +33,9 @@ def stand_ins(ran: list[str]) -> Products:
         gate_up.copy_(multiply(rows, weight, ends, low=low))
         experts = torch.searchsorted(ends, torch.arange(len(rows)), right=True)
         x = gate_up if bias is None else gate_up + bias[experts.clamp(max=len(bias) - 1)]
-        out.copy_(activations.formula(x, activations.resolve(activation.ACTIVATION)))
+        apart = activation.ACTIVATION == "swigluoai" and not activation.INTERLEAVED
+        name = activation.ACTIVATION + "_uninterleave" * apart
+        out.copy_(activations.formula(x, activations.resolve(name)))
 
     none = {"adds": True, "pairs": True, "spare": lambda *_: 0}
     return Products("stand-ins", multiply, outer, activate_into, ACTIVATIONS, **none)

@@ -97,7 +97,7 @@ def differences() -> dict[str, float]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "PrivateUse1")
     rng = torch.Generator().manual_seed(0)
-    M, E, top_k, K, I = 7, 6, 2, 64, 32  # noqa: E741
+    M, E, top_k, K, I = 7, 6, 2, 64, 32
     x = torch.randn(M, K, generator=rng)
     w13 = torch.randn(E, 2 * I, K, generator=rng) / 8
     w2 = torch.randn(E, K, I, generator=rng) / 6

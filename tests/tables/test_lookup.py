@@ -18,7 +18,7 @@ from moe_ops.kernels.configs import (
 from moe_ops.schemes import SCHEMES
 from moe_ops.tables import lookup, record
 from tests.support.cases import BF16
-from tests.tuning.test_tuning import (  # noqa: E402
+from tests.tuning.test_tuning import (
     GPU,
     MANY,
     ONE,

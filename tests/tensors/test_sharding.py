@@ -103,7 +103,7 @@ def run_gradients(rank, file, world):
 
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     torch.manual_seed(0)
-    E, K, I = 5, 16, 8  # noqa: E741
+    E, K, I = 5, 16, 8
     sizes = (E, 2 * I, K), (E, K, I), (E, 2 * I), (E, K)
     values = [torch.randn(size) * size[-1] ** -0.5 for size in sizes]
     of_ranks = [

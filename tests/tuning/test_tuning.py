@@ -107,7 +107,7 @@ def interpreted():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device, dtype, scheme, config, K, I", [*interpreted(), *on_gpu()])
-def test_tuned_configs_keep_the_values(device, dtype, scheme, config, K, I):  # noqa: E741
+def test_tuned_configs_keep_the_values(device, dtype, scheme, config, K, I):
     """Every config of the tables, on fewer experts: configs do not depend on their number."""
     dtype = getattr(torch, dtype)
     late = (

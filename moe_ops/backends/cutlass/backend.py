@@ -173,7 +173,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
             Buffer((index,), torch.int32),
         )
     if kind == GROUPS:
-        I = p.intermediate_size  # noqa: E741
+        I = p.intermediate_size
         # bf16 rows (rows, K), or as many of e4m3: their scales take no more than the other half,
         # of which up to 127 bytes are for their alignment
         return Workspaces(

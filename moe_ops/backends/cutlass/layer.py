@@ -118,7 +118,7 @@ class PlainProducts:
 
     def __init__(self, a: ExpertsArgs):
         self.a, self.activation = a, activation_of(a)
-        S, (_, N, K), I = a.topk_ids.numel(), a.w13.shape, a.w2.shape[2]  # noqa: E741
+        S, (_, N, K), I = a.topk_ids.numel(), a.w13.shape, a.w2.shape[2]
         fused = ends_products(a.options.activation)
         fused = fused and a.w13.is_contiguous() and a.w2.is_contiguous()
         self.x = Operand(carve(a.workspace13, (S, K), BF16))
@@ -149,7 +149,7 @@ class GroupsProducts:
     gate_up: Tensor | None = None
 
     def __init__(self, a: ExpertsArgs):
-        self.a, (S, (_, K, I)) = a, (a.topk_ids.numel(), a.w2.shape)  # noqa: E741
+        self.a, (S, (_, K, I)) = a, (a.topk_ids.numel(), a.w2.shape)
         assert a.w13_scale is not None and a.w2_scale is not None
         self.weights = Scaled(a.w13, a.w13_scale), Scaled(a.w2, a.w2_scale)
         self.powers = a.scheme.endswith(":ue8m0")
@@ -190,7 +190,7 @@ class SetUpProducts:
     ):
         self.a, self.grouped, self.R, self.y = a, grouped, R, y
         N, K = a.w13.shape[1], a.out.shape[-1]
-        I = N // 2 if activation_of(a).GATED else N  # noqa: E741
+        I = N // 2 if activation_of(a).GATED else N
         of_x = a.a13_scale, None if shared is None else shared.x, a.w13_global_scale
         of_h = a.a2_scale, None if shared is None else shared.h, a.w2_global_scale
         self.x = self._operand(0, K, *of_x, a.hidden_states_scale)

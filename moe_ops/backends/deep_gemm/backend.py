@@ -166,7 +166,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     library.py.
     """
     p = problem
-    E, N, K, I = p.num_experts, p.num_rows, p.hidden_size, p.intermediate_size  # noqa: E741
+    E, N, K, I = p.num_experts, p.num_rows, p.hidden_size, p.intermediate_size
     if p.kind == "experts":
         rows = padded_rows(M, p.top_k, E, library.ALIGNMENT)
         index = index_parts(M * p.top_k, E).end

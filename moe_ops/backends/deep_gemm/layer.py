@@ -138,7 +138,7 @@ def _pairs(
 ) -> PairSteps:
     """A layer, or a chunk of its tokens, with the kernels for `expected` rows per expert."""
     (M, top_k), K = a.topk_ids.shape, a.out.shape[1]
-    (E, N), I = a.w13.shape[:2], intermediate_size(a)  # noqa: E741
+    (E, N), I = a.w13.shape[:2], intermediate_size(a)
     size = padded_rows(M, top_k, E, alignment)
     products = DeepGemmProducts(
         masked=False,
@@ -166,7 +166,7 @@ def _readable(scale: Tensor | None, rows: int, form: ScaleFormat) -> bool:
 def batched_experts(a: BatchedExpertsArgs) -> None:
     """Launch `moe_ops::deep_gemm_batched_experts` or `moe_ops::deep_gemm_fp4_batched_experts`."""
     x, out, device = a.hidden_states, a.out, a.hidden_states.get_device()
-    (E, T, K), N, I = x.shape, a.w13.shape[1], intermediate_size(a)  # noqa: E741
+    (E, T, K), N, I = x.shape, a.w13.shape[1], intermediate_size(a)
     if T == 0:
         return
     parts = batched_chunks(a)

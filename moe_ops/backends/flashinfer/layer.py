@@ -101,7 +101,7 @@ def _experts(a: ExpertsArgs, rows_of_call: int) -> None:
     swiglu: list[Tensor | None] = [None] * 3
     if gated and activation.name not in ("gelu", "gelu_tanh") and not plain_silu:
         swiglu = [constants[i, :E] for i in range(3)]
-    I = N // 2 if gated else N  # noqa: E741
+    I = N // 2 if gated else N
     made = (
         *(device, kernels, E, N, K, I, top_k, activation.name, plain_silu, w13_bias is None),
         # the library chooses tiles by M, and compiles for them

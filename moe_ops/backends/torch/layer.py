@@ -301,7 +301,7 @@ def _form(
     activation = options.activation
     decoders, (E, K, _) = _decoders(scheme), w2.shape
     of_weights = [get_scheme(name) for name in schemes_of_layer(scheme)]
-    I = of_weights[1].logical_shape(*w2.shape)[2]  # noqa: E741
+    I = of_weights[1].logical_shape(*w2.shape)[2]
     if (
         not (plain and dtype == torch.bfloat16 and out_dtype in (dtype, torch.float32))
         or options.router_weight_on_input

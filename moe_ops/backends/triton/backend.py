@@ -224,7 +224,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
     M is T for batched_experts, and S for grouped_linear, which writes `out` directly and has no
     intermediate rows.
     """
-    experts, K, I = problem.num_experts, problem.hidden_size, problem.intermediate_size  # noqa: E741
+    experts, K, I = problem.num_experts, problem.hidden_size, problem.intermediate_size
     h, x, y, rows = 0, 0, 0, M
     scheme = problem.schemes[0]  # where w2 has another, neither quantizes activations
     mixed = any([operands.describe(name) is not None for name in problem.schemes])

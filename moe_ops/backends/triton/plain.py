@@ -53,7 +53,7 @@ def experts(
         return
     gpu = launch.gpu(device)
     w13, w2 = _weights(a, gpu)
-    (E, K, I), routed = w2.data.shape, a.global_experts  # noqa: E741
+    (E, K, I), routed = w2.data.shape, a.global_experts
     activation = activated_by_expert(a.options.activation, a.activation_by_expert)
     scaling = scaling_of(a.scheme, gpu.native)
     # sm80_mma.py alone adds adapters, and has parameters of the activation by expert
@@ -100,7 +100,7 @@ def _products(
 ) -> GatheredProducts:
     """The launches of both products for a layer or a part of it."""
     w13, w2 = weights
-    (E, K, I), x_scale, dtype = w2.data.shape, scaling.X_SCALE, a.dtype  # noqa: E741
+    (E, K, I), x_scale, dtype = w2.data.shape, scaling.X_SCALE, a.dtype
     p = placed(a, E, config, gpu)
     x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, gpu.native)
     first = scaling if x.scale is None else scaling._replace(X_SCALE=of_arrived(x_scale))
@@ -164,7 +164,7 @@ def batched_experts(a: BatchedExpertsArgs) -> None:
     E, T, K = a.out.shape
     if T == 0:
         return
-    dtype, I, device = a.out.dtype, a.w2.shape[2], a.hidden_states.get_device()  # noqa: E741
+    dtype, I, device = a.out.dtype, a.w2.shape[2], a.hidden_states.get_device()
     gpu = launch.gpu(device)
     activation = activated(a.options.activation)
     scaling = scaling_of(a.scheme, gpu.native)

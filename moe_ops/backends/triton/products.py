@@ -154,7 +154,7 @@ class MixedLayer(NamedTuple):
         p = placed(a, E, config, gpu, unsorted)
         x = input_of(a.hidden_states, a.hidden_states_scale, a.scheme, False)
         on_input = before = p.on_input
-        dtype, x_scale, I = x.data.dtype, None, w2.padded_k  # noqa: E741
+        dtype, x_scale, I = x.data.dtype, None, w2.padded_k
         kernels = sm90_wgmma()
         if rounding is None:
             h = unrounded(a, dtype, pairs, I)
@@ -240,7 +240,7 @@ class PackedRows(NamedTuple):
         a: ExpertsArgs,
         expert_map: Tensor | None,
         E: int,
-        I: int,  # noqa: E741
+        I: int,
         gpu: Gpu,
     ) -> PackedRows:
         """Those of a call in its workspaces. `expert_map`: to the E experts that rows are of."""
@@ -292,7 +292,7 @@ def run_packed_in_passes(
         launch.run([rows.summed(part)], device, gpu)
 
 
-def unrounded(a: AnyArgs, dtype: torch.dtype, rows: int, I: int) -> Hidden:  # noqa: E741
+def unrounded(a: AnyArgs, dtype: torch.dtype, rows: int, I: int) -> Hidden:
     """h (rows, I) that the GEMMs hand over as it is."""
     h = flat(a.workspace13, dtype, rows * I)
     return Hidden(h, None, [], Input(h, 0, I, 1))

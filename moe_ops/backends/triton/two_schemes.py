@@ -159,7 +159,7 @@ def _config(
 ) -> LayerConfig:
     """The config of a layer, by the number of tokens."""
     (M, top_k), E, K = a.topk_ids.shape, a.num_experts, a.out.shape[1]
-    I, dtype = _columns(w2), a.hidden_states.dtype  # noqa: E741
+    I, dtype = _columns(w2), a.hidden_states.dtype
     bits, chunk = (_bits(w13), _bits(w2)), sort_chunk(M * top_k)
     layer = LayerSizes(M * top_k, E, K, I, gpu, top_k, a.global_experts)
     gated = activated(a.options.activation).GATED

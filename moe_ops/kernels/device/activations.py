@@ -213,7 +213,7 @@ def derivatives_of_two(
 
 @triton.jit
 def gate_and_up(
-    x_ptr, first, I, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr, ok=None  # noqa: E741
+    x_ptr, first, I, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr, ok=None
 ):  # fmt: skip
     """Columns from `first` on (BLOCK_I,) of both halves of a row (2 I,), 0 from I on. Of rows and
     first columns (G, 1), `ok` (G, 1) of which are there, they are (G, BLOCK_I), all below I.
@@ -236,7 +236,7 @@ def gate_and_up(
 
 @triton.jit
 def activated_columns(
-    x_ptr, weight, first, I, alpha, beta, limit,  # noqa: E741
+    x_ptr, weight, first, I, alpha, beta, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, divisors_ptr=None, bias_ptr=None, ok=None,
     e=None,

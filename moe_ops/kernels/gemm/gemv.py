@@ -272,7 +272,7 @@ def moe_ops_gemv1(
     topk_weights_stride_k,
     top_k,
     K,
-    I,  # noqa: E741
+    I,
     x_stride_k,
     x_scale_stride_g,
     w_stride_e,
@@ -528,7 +528,7 @@ def _why_not(
     scaling: Scaling,
     top_k: int,
 ) -> str | None:
-    E, K, I = shape  # noqa: E741
+    E, K, I = shape
     w_scale, x_scale, *_ = scaling
     if w_scale and (w_scale, x_scale) != ("block", "group"):
         return "weights must be plain, or e4m3 with scales by blocks"
@@ -574,7 +574,7 @@ def launches(
 ) -> list[Launch]:
     """Both launches of a layer of one token."""
     ids, out = a.topk_ids, a.out
-    (E, K, I), top_k = w2.data.shape, ids.shape[1]  # noqa: E741
+    (E, K, I), top_k = w2.data.shape, ids.shape[1]
     h = flat(a.workspace13, torch.float32 if scaling.X_SCALE else x.data.dtype, top_k * I)
     on_input, on_output = route_token(ids, a.expert_map, a.topk_weights, E)
     if a.options.router_weight_on_input:

@@ -302,7 +302,7 @@ def moe_ops_gemm1(
     topk_weights_stride_m,
     topk_weights_stride_k,
     K,
-    I,  # noqa: E741
+    I,
     alpha,
     beta,
     limit,
@@ -601,7 +601,7 @@ def gemm1(
     """h = activation(x @ w.T + bias + added)."""
     _, N, K = w.data.shape
     gated = activation.GATED
-    I, block_i = (N // 2, config.block_n // 2) if gated else (N, config.block_n)  # noqa: E741
+    I, block_i = (N // 2, config.block_n // 2) if gated else (N, config.block_n)
     args = Gemm1(
         h=h,
         x=x,

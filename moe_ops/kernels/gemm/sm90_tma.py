@@ -452,7 +452,7 @@ def moe_ops_tma_gemm1(
     topk_weights_stride_m,
     topk_weights_stride_k,
     K,
-    I,  # noqa: E741
+    I,
     alpha,
     beta,
     limit,
@@ -589,7 +589,7 @@ def why_not(
     w13: Weight, w2: Weight, activation: Activated, scaling: Scaling, gpu: Gpu
 ) -> str | None:
     """Why these kernels cannot run a layer, or None."""
-    I = w2.data.shape[2]  # noqa: E741
+    I = w2.data.shape[2]
     if not gpu.has_tma:
         return "the GPU has no tensor memory accelerator"
     if not (_describable(w13) and _describable(w2)):
@@ -649,7 +649,7 @@ def gemm1(
     gemm, (_, N, K) = config.gemm1, w.data.shape
     gated = activation.GATED
     halves = 2 if gated and not activation.INTERLEAVED else 1
-    I, block_i = (N // 2, gemm.block_n // 2) if gated else (N, gemm.block_n)  # noqa: E741
+    I, block_i = (N // 2, gemm.block_n // 2) if gated else (N, gemm.block_n)
     args = Gemm1(
         h=h,
         x=x,

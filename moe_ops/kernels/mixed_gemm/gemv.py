@@ -118,7 +118,7 @@ def moe_ops_mixed_gemv1(
     ids_stride_k,
     map_stride,
     topk_weights_stride_k,
-    I,  # noqa: E741
+    I,
     x_stride_k,
     w_stride_e,
     w_stride_n,
@@ -442,7 +442,7 @@ def launches(
 ) -> list[Launch]:
     """Both launches of a layer of one token."""
     x, ids, out = a.hidden_states, a.topk_ids, a.out
-    E, K, I = w2.E, w2.N, w2.K  # noqa: E741
+    E, K, I = w2.E, w2.N, w2.K
     top_k = ids.shape[1]
     h = flat(a.workspace13, x.dtype, top_k * I)
     on_input, on_output = route_token(ids, a.expert_map, a.topk_weights, E)

@@ -589,7 +589,7 @@ def moe_ops_mixed_gemm1(
     topk_weights_stride_m,
     topk_weights_stride_k,
     K,
-    I,  # noqa: E741
+    I,
     x_stride_e,
     x_stride_m,
     x_stride_k,
@@ -854,7 +854,7 @@ def gemm1(
     """h = activation(x @ w.T + bias + added)."""
     K, N = w.K, w.N
     gated = activation.GATED
-    I, block_i = (N // 2, config.block_n // 2) if gated else (N, config.block_n)  # noqa: E741
+    I, block_i = (N // 2, config.block_n // 2) if gated else (N, config.block_n)
     same_dtype = w.scale.dtype == x.data.dtype
     args = Gemm1(
         hidden=MixedHidden(h, h_amax, added),

@@ -646,7 +646,7 @@ def moe_ops_token_gemm1(
     ids_stride_k,
     map_stride,
     topk_weights_stride_k,
-    I,  # noqa: E741
+    I,
     w_stride_e,
     w_stride_n,
     w_scale_stride_e,
@@ -1002,7 +1002,7 @@ def launches(
 ) -> list[Launch]:
     """Both launches of a layer of one token."""
     x, ids, out = a.hidden_states, a.topk_ids, a.out
-    E, N, I = w2.E, w2.N, w2.K  # noqa: E741
+    E, N, I = w2.E, w2.N, w2.K
     top_k = ids.shape[1]
     slots = token_slots(top_k)
     h = flat(a.workspace13, x.dtype, top_k * I)

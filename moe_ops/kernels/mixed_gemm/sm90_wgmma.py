@@ -391,7 +391,7 @@ class PermuteHidden:
 def moe_ops_permute_hidden(
     out_ptr,
     h_ptr,
-    I,  # noqa: E741
+    I,
     K_CHUNK: tl.constexpr,
     W_BITS: tl.constexpr,
     X_BITS: tl.constexpr,
@@ -930,7 +930,7 @@ def moe_ops_wgmma_gemm1(
     topk_weights_stride_m,
     topk_weights_stride_k,
     K,
-    I,  # noqa: E741
+    I,
     w_scale_stride_e,
     w_scale_stride_n,
     w_scale_stride_g,
@@ -1437,7 +1437,7 @@ def permute_tokens(
 
 def permute_hidden(out: Tensor, h: Tensor, rows: int, w2: MixedOperand, gpu: Gpu) -> Launch:
     """Permute columns of h (rows, I) for `w2`, where GEMM1 left them in their order."""
-    I, k_chunk = w2.K, w2.k_chunk  # noqa: E741
+    I, k_chunk = w2.K, w2.k_chunk
     args = PermuteHidden(
         out=out,
         h=h,
@@ -1456,7 +1456,7 @@ def round_h(
     """The Hidden of h (rows, I) that is multiplied in e4m3: its buffers, and the launch that
     rounds it.
     """
-    I, start = w2.K, rows * w2.K + GAP  # noqa: E741
+    I, start = w2.K, rows * w2.K + GAP
     end = start + cdiv(rows * I, 2)
     space = flat(workspace, torch.float32, end + GAP + rows)
     block = rounding_block(I)
@@ -1503,10 +1503,10 @@ def gemm1(
         w13, halves, config, block_m, 1, pairs, gpu
     )
     if w2 is None:
-        I = w13.N // 2 if gated else w13.N  # noqa: E741
+        I = w13.N // 2 if gated else w13.N
         hidden = HiddenRows(h, added, w13.k_chunk, 16, False)
     else:
-        I, h_chunk = w2.K, w2.k_chunk  # noqa: E741
+        I, h_chunk = w2.K, w2.k_chunk
         hidden = HiddenRows(h, added, h_chunk, w2.order, I % h_chunk > 0)
     args = Gemm1(
         hidden=hidden,

@@ -73,7 +73,7 @@ def raise_to(amax_ptr, h, NAN: tl.constexpr):
 
 @triton.jit
 def activate_row(
-    to, x_ptr, bias_ptr, divisors_ptr, groups_ptr, row, expert, weight, tile, N, I, R,  # noqa: E741
+    to, x_ptr, bias_ptr, divisors_ptr, groups_ptr, row, expert, weight, tile, N, I, R,
     act, BLOCK: tl.constexpr, RAISES: tl.constexpr,
 ):  # fmt: skip
     """Activate a tile of BLOCK columns of a row, of which `expert` may be None."""
@@ -119,7 +119,7 @@ def row_of(rows_ptr, first, pair, pairs):
 
 @triton.jit
 def activate_units(
-    to, x_ptr, rows_ptr, weights_ptr, weights_stride, first, begin, row, pairs, N, I, R,  # noqa: E741
+    to, x_ptr, rows_ptr, weights_ptr, weights_stride, first, begin, row, pairs, N, I, R,
     act, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Activate GROUPS units from `begin` on, out of those of `pairs` pairs. A unit is 128 columns
@@ -153,7 +153,7 @@ def activate_units(
 @triton.jit
 def activate_rows(
     to, x_ptr, bias_ptr, divisors_ptr, weights_ptr, weights_stride_m, rows_ptr, groups_ptr, R, S,
-    N, I, act, programs, BLOCK: tl.constexpr, SORTED: tl.constexpr,  # noqa: E741
+    N, I, act, programs, BLOCK: tl.constexpr, SORTED: tl.constexpr,
     RAISES: tl.constexpr,
 ):  # fmt: skip
     """A program of moe_ops_activate. What it writes, and the activation, are one argument each."""
@@ -217,7 +217,7 @@ class Activate:
     layout: Layout
     S: Runtime
     N: Specialized
-    I: Specialized  # noqa: E741
+    I: Specialized
     activation: Activated
     programs: Runtime
     tile: Columns
@@ -257,7 +257,7 @@ def moe_ops_activate(
     R,
     S,
     N,
-    I,  # noqa: E741
+    I,
     alpha,
     beta,
     limit,
@@ -293,7 +293,7 @@ def moe_ops_activate(
     )  # fmt: skip
 
 
-def columns_at_once(I: int) -> tuple[int, int]:  # noqa: E741
+def columns_at_once(I: int) -> tuple[int, int]:
     """(columns that a program takes at a time, its warps) of rows of I columns of 16 bits: 8
     columns a thread, as few past the last one as possible.
     """
@@ -320,7 +320,7 @@ def activate(
             programs need not look for them. No weights are given then.
         raises: the largest magnitude at `h.known_scale` is raised, and h not written.
     """
-    I, N, E = h.columns, x.shape[-1], layout.groups.shape[0]  # noqa: E741
+    I, N, E = h.columns, x.shape[-1], layout.groups.shape[0]
     tile = tile_of(h)
     warps = warps_of(h, tile)
     if not h.scales:

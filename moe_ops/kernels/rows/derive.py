@@ -47,7 +47,7 @@ ZEROS = 8192  # elements that a program of zero_empty writes at a time
 
 @triton.jit
 def columns_of_row(
-    x_ptr, first, I,  # noqa: E741
+    x_ptr, first, I,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Gate and up of a row x from column `first` on; of activations that are not gated twice the
@@ -64,7 +64,7 @@ def columns_of_row(
 
 @triton.jit
 def activation_input(
-    g, u, bias_ptr, first, I,  # noqa: E741
+    g, u, bias_ptr, first, I,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """What `columns_of_row` returns plus a bias, fp32."""
@@ -95,7 +95,7 @@ class Derive:
     weights: RouterWeights  # or none: 1
     layout: Layout
     N: Specialized
-    I: Specialized  # noqa: E741
+    I: Specialized
     activation: Activated
     TOP_K: Constant
     BLOCK_I: Constant
@@ -122,7 +122,7 @@ def moe_ops_train_derive(
     groups_ptr,
     R,
     N,
-    I,  # noqa: E741
+    I,
     alpha,
     beta,
     limit,
@@ -218,7 +218,7 @@ def derive(
     hidden: Tensor | None,
     dh: Tensor | None,
     weights: Tensor | None,  # (M, top_k)
-    I: int,  # noqa: E741
+    I: int,
     top_k: int,
     layout: Layout,
     beside: bool = False,

@@ -404,7 +404,7 @@ def round_x(
 def round_h(
     r: Rounding,
     rows: int,
-    I: int,  # noqa: E741
+    I: int,
     workspace: Tensor,
     static: Tensor | None,
     gpu: Gpu,

@@ -60,7 +60,7 @@ def x_elements(rows, K: int, r: Rounding):
     return cdiv(rows * K * r.dtype.itemsize, 4) + GAP + r.num_scales(rows)
 
 
-def h_elements(rows, I: int, r: Rounding):  # noqa: E741
+def h_elements(rows, I: int, r: Rounding):
     """fp32 elements that h (rows, I), its largest magnitude, rounded h and its scales need. int or
     SymInt.
     """

@@ -53,7 +53,7 @@ def describe(scheme: str) -> Scales:
 scales = cache(describe)  # for launches; Dynamo warns of cached functions in traced code
 
 
-def h_elements(rows: Any, I: int, experts: int, x_scale: str, aligned: bool) -> Any:  # noqa: E741
+def h_elements(rows: Any, I: int, experts: int, x_scale: str, aligned: bool) -> Any:
     """fp32 elements that h (rows, I) and its scales need with any config. int or SymInt.
 
     `aligned`: rows of all operands start at multiples of 16 bytes.
@@ -200,7 +200,7 @@ def expert_stride(static: Tensor | None) -> int:
 def hidden(
     workspace: Tensor,
     rows: int,
-    I: int,  # noqa: E741
+    I: int,
     dtype: torch.dtype,
     x_scale: str,
     config: LayerConfig,

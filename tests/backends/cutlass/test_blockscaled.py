@@ -74,7 +74,7 @@ def test_options(scheme, options):
 
 @three
 @pytest.mark.parametrize("K, I", [(32, 96), (160, 224)])
-def test_padded_scales(scheme, K, I):  # noqa: E741
+def test_padded_scales(scheme, K, I):
     """Numbers of scales that 4 does not divide: what follows them multiplies zeros."""
     check(case(scheme, M=5, E=2, K=K, I=I))
 

@@ -66,7 +66,7 @@ def check(case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("scheme", SCHEMES_OF_GROUPS)
 @pytest.mark.parametrize("K, I", [(256, 128), (128, 64), (336, 192), (144, 320)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_values(device, scheme, K, I, bias, products):  # noqa: E741, F811
+def test_values(device, scheme, K, I, bias, products):  # noqa: F811
     check(case_of(device, scheme, K=K, I=I, bias=bias))
     if products is not None:
         assert products.calls == [f"moe_ops_sm90_blocks_{name}" for name in ("activated", "x_wt")]
@@ -80,7 +80,7 @@ def test_activations(device, activation):
 
 @devices
 @pytest.mark.parametrize("K, I", [(16, 16), (400, 208)])
-def test_rows_in_turns(device, K, I):  # noqa: E741
+def test_rows_in_turns(device, K, I):
     """The blocks of gate and up rows in turns hold both: sizes are multiples of 16."""
     check(case_of(device, activation="swigluoai", K=K, I=I, bias=True))
 
@@ -135,7 +135,7 @@ def test_chunks(device, products):  # noqa: F811
 @devices
 @pytest.mark.parametrize("M", [1, 2, 3, 9])
 @pytest.mark.parametrize("K, I", [(16, 64), (32, 64), (48, 64), (64, 64)])
-def test_few_narrow_rows(device, M, K, I):  # noqa: E741
+def test_few_narrow_rows(device, M, K, I):
     """Scales and their alignment take more than the elements there."""
     ids = torch.arange(M)[:, None] % 3
     check(case_of(device, M=M, E=3, top_k=1, K=K, I=I, ids=ids))
@@ -239,7 +239,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("I, K", [(64, 16), (192, 144), (384, 400)])
 @pytest.mark.parametrize("options", ACTIVATED.values(), ids=ACTIVATED)
 @pytest.mark.parametrize("powers", (False, True))
-def test_activated(device, rows, I, K, options, powers):  # noqa: E741
+def test_activated(device, rows, I, K, options, powers):
     activation, of_bias, _ = options
     of = activated(activation)
     ends, experts = layout(rows, device)
@@ -278,7 +278,7 @@ def check_quantized(
     """Scales are those of the largest magnitudes, and elements within half a step of e4m3, beside
     the error of what is rounded.
     """
-    count, I = expected.shape  # noqa: E741
+    count, I = expected.shape
     if count == 0:
         return
     groups, error = [

@@ -26,7 +26,7 @@ def case_of(device: str, **options) -> Case:
 @devices
 @pytest.mark.parametrize("K, I", [(64, 48), (8, 8), (136, 72), (264, 200)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_values(device, K, I, bias, products):  # noqa: E741, F811
+def test_values(device, K, I, bias, products):  # noqa: F811
     check(case_of(device, K=K, I=I, bias=bias))
     if products is not None:
         assert products.calls == [f"moe_ops_sm90_product_{name}" for name in ("activated", "x_wt")]

@@ -164,7 +164,7 @@ ADAPTED = {
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("I, K", [(8, 16), (136, 72), (384, 136)])
 @pytest.mark.parametrize("options", (ACTIVATED | ADAPTED).values(), ids=ACTIVATED | ADAPTED)
-def test_activated(device, rows, I, K, options):  # noqa: E741
+def test_activated(device, rows, I, K, options):
     activation, of_bias, keeps, *ranks = options
     of = activated(activation)
     ends, experts = layout(rows, device)

@@ -256,7 +256,7 @@ def test_batched(device, scheme, T, strided, monkeypatch):
     """
     if strided:
         monkeypatch.setattr(layouts, "MAX_PROGRAMS", 7)
-    I = 640 if T == 40 else 128  # noqa: E741
+    I = 640 if T == 40 else 128
     case = case_of(device, scheme, activation="swigluoai_uninterleave", I=I)
     _, w13, w2, *_ = case.args
     g = torch.Generator().manual_seed(1)

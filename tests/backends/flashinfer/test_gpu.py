@@ -109,7 +109,7 @@ def test_router_weight_on_input_and_strided_rows(scheme):
 @pytest.mark.parametrize("M", [1, 40])
 @pytest.mark.parametrize("K, I", [(160, 288), (2880, 2880)])
 @pytest.mark.parametrize("options", [{"bias": True}, {"top_k": 1, "on_input": True}])
-def test_sizes_that_are_padded(M, K, I, options):  # noqa: E741
+def test_sizes_that_are_padded(M, K, I, options):
     case_of("mxfp4_w4a16", M, "swigluoai", K=K, I=I, **options).check("flashinfer")
 
 

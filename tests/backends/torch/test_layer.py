@@ -75,7 +75,7 @@ def normal(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def weights(E, K, I, scheme, seed=0):  # noqa: E741
+def weights(E, K, I, scheme, seed=0):
     """w13 and w2 as a call takes them, and in fp64."""
     w13 = (normal(E, 2 * I, K, seed=seed) / K**0.5).to(BF16)
     w2 = (normal(E, K, I, seed=seed + 1) / I**0.5).to(BF16)
@@ -125,7 +125,7 @@ def run(x, w13, w2, router, ids, **options):
 # K and I with a whole last step of 128 columns, and with 32, 64 and 96 of one
 @pytest.mark.parametrize(("K", "I"), [(256, 128), (320, 224), (96, 160), (512, 256)])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_schemes(native, scheme, K, I):  # noqa: E741
+def test_schemes(native, scheme, K, I):
     try:
         w13, w2, exact13, exact2 = weights(5, K, I, scheme)
     except ValueError as reason:
@@ -188,7 +188,7 @@ def test_tokens_of_very_different_size(native, scheme, size):
 
 @pytest.mark.parametrize(("K", "I"), [(256, 128), (320, 224), (96, 160)])
 @pytest.mark.parametrize("scheme", ["fp8_block", "fp8_block:ue8m0", "fp8_channel", "int8_w8a8"])
-def test_quantized_activations_are_those_of_plain_torch(native, monkeypatch, scheme, K, I):  # noqa: E741
+def test_quantized_activations_are_those_of_plain_torch(native, monkeypatch, scheme, K, I):
     """Both quantize alike, so that they differ by the rounding of the output alone."""
     w13, w2, *_ = weights(5, K, I, scheme)
     for M in (1, 6, 40):
@@ -495,7 +495,7 @@ def test_a_default_device_changes_nothing(native):
 
 
 @pytest.mark.parametrize(("K", "I"), [(128, 0), (0, 128)])
-def test_no_columns(K, I):  # noqa: E741
+def test_no_columns(K, I):
     w13, w2 = torch.randn(3, 2 * I, K).to(BF16), torch.randn(3, K, I).to(BF16)
     x, ids = torch.randn(2, K).to(BF16), torch.tensor([[0], [2]])
     assert (run(x, w13, w2, torch.ones(2, 1), ids) == 0).all()

@@ -69,7 +69,7 @@ def launched() -> Iterator[list]:
         yield found
 
 
-def weights(scheme: str, dtype: torch.dtype, K: int = 64, I: int = 128):  # noqa: E741
+def weights(scheme: str, dtype: torch.dtype, K: int = 64, I: int = 128):
     g = torch.Generator().manual_seed(0)
     shapes = (
         (E, 2 * fitting(I, scheme), fitting(K, scheme)),
@@ -218,7 +218,7 @@ def test_a_tier_that_is_let_through_is_seen():
     [("int4_w4a16:g128", 512), ("int4_w4a16:g128", 2304), ("int4_w4a8", 512)]
     + [("fp8_w8a16:channel", 512)],
 )
-def test_mixed_schemes_run_one_kernel_of_sm90(scheme, I):  # noqa: E741
+def test_mixed_schemes_run_one_kernel_of_sm90(scheme, I):
     """For every number of rows, none of a table's, and with no sum that programs share. One token
     in int4 has kernels of its own, which take the same chunks of columns and sum as many parts of
     a row apart.
@@ -298,7 +298,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels
 
 
 def check_bits(scheme: str) -> None:
-    K, I, M = (32, 32, 19) if not scheme else (128, 128, 19)  # noqa: E741
+    K, I, M = (32, 32, 19) if not scheme else (128, 128, 19)
     w13, w2 = weights(scheme, FP32, K, I)
     x, router, ids = tokens(M, K, FP32)
     ids[5:, 0] = 1  # more rows than one block has
@@ -343,7 +343,7 @@ class Ranks:
 
     EXPERTS, TOP_K = 16, 4
 
-    def __init__(self, scheme: str, dtype: torch.dtype, K: int, I: int, device: str):  # noqa: E741
+    def __init__(self, scheme: str, dtype: torch.dtype, K: int, I: int, device: str):
         self.g = torch.Generator(device).manual_seed(0)
         self.dtype, self.K, self.device = dtype, K, device
         shapes = (self.EXPERTS, 2 * I, K), (self.EXPERTS, K, I)
@@ -466,7 +466,7 @@ def test_ranks_and_recording_calls_have_the_bits_of_one_device(scheme):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g128", "int4_w4a16:g32", "mxfp4_w4a16"])
 @pytest.mark.parametrize("K, I", [(1024, 512), (2304, 1536), (4096, 2560)])
-def test_one_token_has_the_bits_of_many(scheme, K, I):  # noqa: E741
+def test_one_token_has_the_bits_of_many(scheme, K, I):
     """Kernels of one token on SM90: with absent experts, biases, a map of experts, router weights
     on the input, int4 with scales of fp32, which multiply sums, and rows of one sum and of two.
     """
@@ -544,7 +544,7 @@ def test_tiles_of_any_rows_have_the_same_bits(scheme):
     """On SM90 tiles follow the rows of an expert: with biases, router weights on the input, rows
     that tiles do not divide and rows that are loaded by element.
     """
-    for K, I, options in (  # noqa: E741
+    for K, I, options in (
         (1024, 512, {"bias": True, "activation": "swigluoai"}),
         (1040, 720, {"router_weight_on_input": True}),
         (1000, 360, {"bias": True}),
@@ -585,7 +585,7 @@ def test_cutlass_gives_the_same_bits(scheme, activation):
     """Beside every number of rows of the other kernels, with the limits of gpt-oss."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("backend cutlass runs these schemes on SM90 alone")
-    K, I, experts = 2880 if not scheme else 1024, 768, 8  # noqa: E741
+    K, I, experts = 2880 if not scheme else 1024, 768, 8
     g = torch.Generator("cuda").manual_seed(0)
     w13 = torch.randn(experts, 2 * I, K, generator=g, device="cuda") / K**0.5
     w2 = torch.randn(experts, K, I, generator=g, device="cuda") / I**0.5

@@ -51,7 +51,7 @@ SIZES = {"E": 4, "top_k": 2, "K": 128, "I": 64}
         (10**6, 14336, 4, False),
     ],
 )
-def test_from_how_many_rows_on(rows, I, bits, expected):  # noqa: E741
+def test_from_how_many_rows_on(rows, I, bits, expected):
     assert (
         choose.many_rows(LayerSizes(rows * 8, 8, 4096, I, Gpu(227 << 10, True, True)), bits)
         == expected

@@ -174,7 +174,7 @@ GPU_PAIRS = (
 @pytest.mark.parametrize("scheme", GPU_PAIRS)
 def test_values_on_a_gpu(scheme, dtype):
     for M in (1, 3, 16, 100, 700):
-        for K, I in ((256, 384), (192, 320)):  # noqa: E741  whole chunks, and tails
+        for K, I in ((256, 384), (192, 320)):
             Case("cuda", dtype, scheme, M=M, E=8, K=K, I=I, bias=True, seed=M).check("triton")
     Case("cuda", dtype, scheme, "swigluoai", M=33, E=8, K=256, I=256).check("triton")
     check_batched("cuda", dtype, scheme, K=256, I=256)

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.integrations.transformers import model_table  # noqa: E402
-from tests.integrations.transformers.test_families import FAMILIES, model_class  # noqa: E402
+from tests.integrations.transformers import model_table
+from tests.integrations.transformers.test_families import FAMILIES, model_class
 
 ROWS = model_table.rows_of(model_table.DOCUMENT.read_text())
 

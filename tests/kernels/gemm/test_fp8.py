@@ -46,7 +46,7 @@ def test_every_number_of_rows(where, scheme, average):
     """One token; blocks of 16, 32 and 64 rows; x quantized before GEMM1 and h behind it."""
     device, dtype = where
     ids = rows_an_expert(average) if average else torch.tensor([[1]])
-    K, I = (256, 128) if average == 30 else (160, 272)  # noqa: E741
+    K, I = (256, 128) if average == 30 else (160, 272)
     case = Case(device, dtype, scheme, M=len(ids), E=2, top_k=1, K=K, I=I, ids=ids, bias=True)
     case.check("triton")
 
@@ -74,7 +74,7 @@ def test_where_groups_are_quantized(where, quantize, h_in_fp32, M):
 @pytest.mark.parametrize("scheme", FORMATS)
 @pytest.mark.parametrize("M", [5, 30])
 @pytest.mark.parametrize("K, I", [(17, 33), (144, 16), (16, 144), (129, 130)])
-def test_ragged_sizes(where, scheme, M, K, I):  # noqa: E741
+def test_ragged_sizes(where, scheme, M, K, I):
     case = Case(*where, scheme, M=M, E=3, top_k=2, K=K, I=I)
     case.check("triton")
 
@@ -116,7 +116,7 @@ def test_scales_of_very_different_size(where, scheme, M):
     """Each group of columns, token, row block and expert has a size of its own: no scale stands
     for another."""
     device, dtype = where
-    K = I = 272  # noqa: E741
+    K = I = 272
     ids = torch.arange(M)[:, None] % 2
     case = Case(device, FP32, M=M, E=2, top_k=1, K=K, I=I, ids=ids)
     x, w13, w2 = case.args[:3]
@@ -246,7 +246,7 @@ def test_workspaces_hold_whatever_config_is_chosen(scheme):
     valid = e4m3_int8.counted("groups", torch.ones(1, dtype=torch.int32))
     static = torch.ones(1)
     for M in (1, 2, 3, 7, 33, 200, 4096):
-        for E, top_k, K, I in SHAPES:  # noqa: E741
+        for E, top_k, K, I in SHAPES:
             pairs = M * top_k
             problem = Problem("experts", E, K, I, 2 * I, top_k, BF16, scheme=scheme)
             ws13, ws2, _ = [

@@ -23,7 +23,7 @@ from tests.support.places import everywhere
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from moe_ops.kernels.gemm import gemv  # noqa: E402
+from moe_ops.kernels.gemm import gemv
 
 IDS = torch.tensor([[2, 0]])
 SIZES = {"M": 1, "E": 4, "top_k": 2, "K": 144, "I": 80, "ids": IDS}
@@ -106,7 +106,7 @@ def test_every_kind_of_tile(where, scheme, first, second):
 @everywhere
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("I", [1168, 2064])
-def test_long_sums_of_the_second_product(where, scheme, I):  # noqa: E741
+def test_long_sums_of_the_second_product(where, scheme, I):
     """With configs that the sizes chose: one step of up to 2048 columns, and several. GEMM1 has
     many rows for the interpreter.
     """

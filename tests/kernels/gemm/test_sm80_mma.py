@@ -81,7 +81,7 @@ class Case:
         *,
         ids=None,
         bias=False,
-        seed=0,  # noqa: E741
+        seed=0,
     ):
         self.device, self.dtype = where
         g = torch.Generator().manual_seed(seed)
@@ -103,7 +103,7 @@ class Case:
         self.expert_map, self.on_input = None, False
 
     def problem(self) -> Problem:
-        E, K, I = self.w2.shape  # noqa: E741
+        E, K, I = self.w2.shape
         return Problem(
             "experts",
             E,
@@ -175,7 +175,7 @@ def test_limits_bite(where, act):
     ],
 )
 @pytest.mark.parametrize("name", ["silu", "relu2_no_mul"])
-def test_odd_sizes(where, M, E, top_k, K, I, name):  # noqa: E741
+def test_odd_sizes(where, M, E, top_k, K, I, name):
     ids = torch.randint(0, E, (M, top_k), generator=torch.Generator().manual_seed(M))
     Case(where, M, E, top_k, K, I, name, ids=ids).check()
 
@@ -354,7 +354,7 @@ def run_batched(c: Case, x, counts):
 @pytest.mark.parametrize("T", [7, 40])
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_batched_experts(where, name, T, contiguous):
-    E, K, I = 4, 32, 24  # noqa: E741
+    E, K, I = 4, 32, 24
     c = Case(where, 1, E, 1, K, I, name, bias=True)
     counts = torch.tensor([0, T, 3, -2], dtype=torch.int64 if contiguous else torch.int32)
     x = poisoned((E, T, K), c.dtype, c.device)
@@ -435,7 +435,7 @@ def test_grouped_linear(where, ends, S, K, N):
     st.integers(1, 5000), st.integers(1, 256), st.integers(1, 9000), st.integers(1, 9000),
     st.sampled_from([2, 4]), st.sampled_from([99 * 1024, 163 * 1024, 227 * 1024]),
 )  # fmt: skip
-def test_configs_fit_shared_memory(rows, groups, K, I, itemsize, limit):  # noqa: E741
+def test_configs_fit_shared_memory(rows, groups, K, I, itemsize, limit):
     layer = LayerSizes(rows, groups, K, I, Gpu(limit, True, True))
     config = configs.choose(layer, itemsize, False)
     for n, k, num_stages, _ in (config.gemm1, config.gemm2):
@@ -518,7 +518,7 @@ def test_capture_needs_a_warm_call_and_one_covers_its_tile():
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_offsets_past_two_to_the_31():
     """h and y have more than 2^31 elements, one expert's weight lies past 2^31 of them."""
-    M, E, top_k, K, I = 140_000, 3, 8, 2048, 2048  # noqa: E741
+    M, E, top_k, K, I = 140_000, 3, 8, 2048, 2048
     ids = torch.arange(M * top_k, dtype=torch.int32).view(M, top_k) % E
     c = Case(("cuda", BF16), 8, E, top_k, K, I, ids=ids[:8])
     last = 2**31 // (2 * I * K) + 1

@@ -14,13 +14,13 @@ from tests.support.places import CUDA, INTERPRETED
 
 triton = pytest.importorskip("triton")
 
-from moe_ops.choose import plain as configs  # noqa: E402
-from moe_ops.choose.table import LayerSizes, override  # noqa: E402
-from moe_ops.kernels.activation import activated  # noqa: E402
-from moe_ops.kernels.configs import SM90_TMA, GemmConfig, LayerConfig  # noqa: E402
-from moe_ops.kernels.gemm import sm90_tma  # noqa: E402
-from moe_ops.kernels.gemm.operands import Scaling, weight_of  # noqa: E402
-from moe_ops.kernels.launch import Gpu  # noqa: E402
+from moe_ops.choose import plain as configs
+from moe_ops.choose.table import LayerSizes, override
+from moe_ops.kernels.activation import activated
+from moe_ops.kernels.configs import SM90_TMA, GemmConfig, LayerConfig
+from moe_ops.kernels.gemm import sm90_tma
+from moe_ops.kernels.gemm.operands import Scaling, weight_of
+from moe_ops.kernels.launch import Gpu
 
 ENGINE = CUDA and torch.cuda.get_device_properties(0).shared_memory_per_block_optin > 200 * 1024
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not ENGINE, reason="needs a GPU of SM90 or SM100"))
@@ -73,7 +73,7 @@ def test_limits_bite(where, act):
 @everywhere
 @pytest.mark.parametrize("K, I", [(8, 8), (40, 24), (136, 72), (64, 264)])
 @pytest.mark.parametrize("name", ["silu", "swigluoai", "relu2_no_mul"])
-def test_sizes_that_no_tile_divides(where, K, I, name):  # noqa: E741
+def test_sizes_that_no_tile_divides(where, K, I, name):
     check(Case(*where, "", name, M=70, E=3, K=K, I=I, bias=True), plain())
 
 
@@ -107,7 +107,7 @@ def test_rows_over_block_boundaries(where, scheme, counts, split_m):
     ],
 )
 @pytest.mark.slow
-def test_fp8_blocks(where, name, K, I):  # noqa: E741
+def test_fp8_blocks(where, name, K, I):
     case = Case(*where, "fp8_block", name, M=70, E=3, K=K, I=I, bias=True)
     w13, w2 = case.args[1:3]
     for scale in (
@@ -235,7 +235,7 @@ def test_captured_graph_follows_new_routing(device, scheme):
 def test_why_not(changes, reason):
     facts = {"memory": 227 * 1024, "I": 128, "scheme": "", "stride": 0, "transposed": False}
     facts |= changes
-    gpu, I, scheme = Gpu(facts["memory"], True, False), facts["I"], facts["scheme"]  # noqa: E741
+    gpu, I, scheme = Gpu(facts["memory"], True, False), facts["I"], facts["scheme"]
     scales = facts.get("scales", ("block", "group") if scheme else ("", ""))
     dtype = torch.float8_e4m3fn if scheme else BF16
     w13 = torch.empty(2, 2 * I, 128, dtype=dtype)

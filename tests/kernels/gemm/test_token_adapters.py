@@ -179,7 +179,7 @@ def test_a_kernel_is_compiled_for_no_mixture(where):
         ("int4_w4a8", 256),
     ],
 )
-def test_kernels_that_are_chosen_on_a_gpu(scheme, I, M):  # noqa: E741
+def test_kernels_that_are_chosen_on_a_gpu(scheme, I, M):
     """Those of mixed_gemm/sm90_wgmma.py among them, where the GPU has them."""
     case = Case("cuda", BF16, scheme, M=M, E=6, top_k=3, K=512, I=I)
     check(case, (16, 8, 3, 5), backend="triton")
@@ -223,7 +223,7 @@ def test_one_cuda_graph_for_all_mixtures(scheme):
 @pytest.mark.parametrize("I", [128, 160], ids=["whole", "tail"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("block_m", "r"), [(8, 4), (64, 40)], ids=["few rows", "many rows"])
-def test_columns_permuted_in_chunks(where, I, bits, block_m, r):  # noqa: E741
+def test_columns_permuted_in_chunks(where, I, bits, block_m, r):
     """Rows of h as mixed_gemm/sm90_wgmma.py has them, whose kernels the interpreter lacks. Of many
     rows the shares of a sum are loaded one after the other.
     """

@@ -185,7 +185,7 @@ def test_any_codes_and_zero_points(where, dtype, group, has_zero, kernels):
 def test_scales_of_very_different_size(where, scheme, kernels):
     """Each group of columns, row and expert has a size of its own: no scale stands for another."""
     device, dtype = where
-    K = I = 256  # noqa: E741
+    K = I = 256
     case = Case(device, FP32, **{**SIZES, "K": K, "I": I})
     x, w13, w2 = case.args[:3]
     g = torch.Generator().manual_seed(0)
@@ -271,7 +271,7 @@ def test_other_layers_take_other_kernels(scheme, sizes, kernels):
 @pytest.mark.parametrize(
     "K, I, top_k", [(4096, 14336, 2), (2048, 768, 8), (2880, 2880, 4), (96, 64, 1)]
 )
-def test_configs_to_search(bits, K, I, top_k):  # noqa: E741
+def test_configs_to_search(bits, K, I, top_k):
     """Every warp of a program has columns of its own, and the tiles taken without a table are
     among those searched.
     """

@@ -135,7 +135,7 @@ def test_configs(where, scheme, gemm):
     ["int4_w4a16:channel", "int4_w4a16:channel:min", "int8_w8a16:channel", "fp8_w8a16:block"],
 )
 @pytest.mark.parametrize("K, I", [(34, 66), (144, 18), (18, 144)])
-def test_ragged_sizes(where, scheme, K, I):  # noqa: E741
+def test_ragged_sizes(where, scheme, K, I):
     """Groups of all columns set no step that sizes must follow."""
     for M in (1, 5):
         Case(*where, scheme, M=M, E=3, top_k=2, K=K, I=I).check("triton")
@@ -150,7 +150,7 @@ def test_ragged_sizes(where, scheme, K, I):  # noqa: E741
     ],
 )
 @pytest.mark.parametrize("K, I", [(32, 96), (160, 256)])
-def test_five_and_six_bits(where, scheme, K, I):  # noqa: E741
+def test_five_and_six_bits(where, scheme, K, I):
     """Steps that pass the end of a row, and rows of 16-byte step and others."""
     for M in (1, 40):
         Case(*where, scheme, M=M, E=2, top_k=1, K=K, I=I, bias=True).check("triton")
@@ -198,7 +198,7 @@ def test_scales_of_any_dtype(where, dtype, group, beside):
 def test_scales_of_very_different_size(where, scheme):
     """Each group of columns, row and expert has a size of its own: no scale stands for another."""
     device, dtype = where
-    K = I = 256  # noqa: E741
+    K = I = 256
     case = Case(device, FP32, M=5, E=2, top_k=1, K=K, I=I, ids=torch.arange(5)[:, None] % 2)
     x, w13, w2 = case.args[:3]
     g = torch.Generator().manual_seed(0)

@@ -121,7 +121,7 @@ def test_where_all_of_h_is_brought_at_once(tile, rows):
 
 
 @pytest.mark.parametrize("top_k, I", [(1, 8192), (2, 8192), (2, 14336), (4, 2880), (4, 4096)])
-def test_all_of_h_has_the_chunks_of_all_rounds(top_k, I):  # noqa: E741
+def test_all_of_h_has_the_chunks_of_all_rounds(top_k, I):
     """Whatever config a search tries: those past the row's end are zeros, too."""
     base = mixed.choose_token(LayerSizes(top_k, 8, 2880, I, GPU, top_k), 128, 32)
     slots, whole = configs.token_slots(top_k), 0
@@ -237,7 +237,7 @@ def test_which_token_these_kernels_serve():
         (2, 4096, 6400, 128, 128): ((16, 8, 4), (32, 2, 16)),
         (4, 3072, 1024, 128, 128): ((16, 6, 4), (64, 4, 8)),
     }.items():
-        top_k, K, I, *scales = sizes  # noqa: E741
+        top_k, K, I, *scales = sizes
         found = mixed.choose_token(LayerSizes(top_k, 8, K, I, GPU, top_k), *scales)
         gemms = [(g.block_n, g.num_stages, g.num_warps) for g in (found.gemm1, found.gemm2)]
         assert found.kernel == SM90_MMA and tuple(gemms) == expected
@@ -246,7 +246,7 @@ def test_which_token_these_kernels_serve():
 @pytest.mark.parametrize(
     "top_k, K, I, group", [(8, 2048, 768, 128), (1, 2880, 2880, 32), (6, 5120, 1536, 128)]
 )
-def test_search_tries_parts_that_rows_have(top_k, K, I, group):  # noqa: E741
+def test_search_tries_parts_that_rows_have(top_k, K, I, group):
     """And as many warps of GEMM2 as slots and parts."""
     base = mixed.choose_token(LayerSizes(top_k, 8, K, I, GPU, top_k), 128, group)
     ((ones, twos),) = candidates.token_space(base, top_k, K, I, group)

@@ -94,7 +94,7 @@ def assembly(text, constraints, inputs, **_):
 def words_of_levels(name: str):
     """Stands in for the look-ups, which have tests of their own."""
 
-    def look_up(words, _tables, whole, PURE):  # noqa: N803
+    def look_up(words, _tables, whole, PURE):
         bits = torch.tensor(levels.TABLES.value[name].bits).long() & 0xFFFF
         codes = torch.stack([words.data >> 4 * i & 15 for i in range(8)], -1)
         assert not whole

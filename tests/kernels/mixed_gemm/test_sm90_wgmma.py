@@ -152,7 +152,7 @@ def test_permute_tokens(K, k_chunk):
 
 @pytest.mark.parametrize("I, k_chunk", [(1280, 128), (192, 64), (192, 128), (1216, 128)])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_permute_hidden(I, k_chunk, bits):  # noqa: E741
+def test_permute_hidden(I, k_chunk, bits):
     """The columns that permute_tokens gives x, in the rows where they are."""
     h, columns = torch.randn(7, I).to(BF16), chunks_of(I, k_chunk, bits).flatten()
     out = torch.full((7, len(columns)), float("nan"), dtype=BF16)
@@ -775,7 +775,7 @@ def test_blocks_of_two_operands(scheme, block_m):
 @pytest.mark.parametrize(
     "config", [(8, 64, 256, 4, 4), (32, 128, 256, 2, 4), (64, 128, 128, 3, 8)], ids=str
 )
-def test_split_k(scheme, split_k, I, config):  # noqa: E741
+def test_split_k(scheme, split_k, I, config):
     """A part has more steps than the next; of one step, or more rows than the workspace has place
     for, there is one."""
     for M, expected in ((9, split_k if I > 128 else 1), (600, 1)):
@@ -821,7 +821,7 @@ def test_programs_take_one_tile_after_the_other(scheme, config):
     """Of sorted pairs and of few that are not, of which some start no block; of several splits,
     and of rows that are streamed from one K tile to the next (int4 from 16 of them on)."""
     long = scheme == "int4_w4a16:g128" and config[0] == 8
-    K, I, few, most = (4096, 4096, 8, 12) if long else (640, 384, 16, 40)  # noqa: E741
+    K, I, few, most = (4096, 4096, 8, 12) if long else (640, 384, 16, 40)
     sizes = {"top_k": 2, "K": K, "I": I}
     with few_programs():
         for M, E, split_k in (
@@ -974,7 +974,7 @@ def test_which_sums_of_int4_are_scaled():
     ],
 )
 def test_where_products_in_e4m3_are_faster(M, sizes, expected):
-    E, top_k, K, I = sizes  # noqa: E741
+    E, top_k, K, I = sizes
     config = choose.choose_wgmma(LayerSizes(M * top_k, E, K, I, GPU), 4)
     w2 = int4_e4m3()._replace(E=E, N=K, K=I)
     split_k = configs.split_k_of(w2, config.gemm2, config.split_k, M * top_k)
@@ -1075,7 +1075,7 @@ def test_rings_that_wrap(scheme, config):
     ],
     ids=str,
 )
-def test_products_in_flight_across_k_tiles(scheme, config, split_k, K, I, streamed):  # noqa: E741
+def test_products_in_flight_across_k_tiles(scheme, config, split_k, K, I, streamed):
     sizes = {"M": 40, "E": 3, "top_k": 2, "K": K, "I": I, "bias": True}
     with mock.patch.object(launch, "run", wraps=launch.run) as run:
         check(scheme, layer(*config)._replace(split_k=split_k), **sizes)

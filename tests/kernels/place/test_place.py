@@ -9,7 +9,7 @@ from tests.support.places import devices
 
 pytest.importorskip("triton")
 
-from tests.kernels.gemm.test_sm80_mma import poisoned  # noqa: E402
+from tests.kernels.gemm.test_sm80_mma import poisoned
 
 
 @devices

@@ -15,7 +15,7 @@ from tests.support.places import devices
 triton = pytest.importorskip("triton")
 
 
-from tests.kernels.gemm.test_sm80_mma import GARBAGE, poisoned  # noqa: E402
+from tests.kernels.gemm.test_sm80_mma import GARBAGE, poisoned
 
 # --- routing alone -------------------------------------------------------------------------------
 
