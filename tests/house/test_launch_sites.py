@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,11 @@ def sources(root: Path) -> dict[Path, ast.Module]:
     }
 
 
+@cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def functions(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """(dotted name, node) of every node's innermost function, and the node."""
     left = [("", tree)]
@@ -128,7 +134,7 @@ def decorators(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
 
 def classes_of_arguments(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, ast.ClassDef]]:
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.ClassDef) and "arguments" in decorators(node):
                 yield path, node
 
@@ -136,7 +142,7 @@ def classes_of_arguments(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, 
 def kernels(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, ast.FunctionDef]]:
     """Functions that are launched: what profilers show begins with the package's name."""
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.FunctionDef) and (
                 "kernel" in decorators(node)
                 or node.name.startswith("moe_ops_")
@@ -167,7 +173,7 @@ def violations(root: Path) -> list[str]:
             continue
         imported = {
             alias.asname or alias.name: (file_of(node.module), alias.name)
-            for node in ast.walk(tree)
+            for node in nodes_of(tree)
             if isinstance(node, ast.ImportFrom) and node.module
             for alias in node.names
         }
@@ -187,7 +193,7 @@ def violations(root: Path) -> list[str]:
 
         # where a class of arguments may stand: called, or as the argument of `kernel`
         called_or_declared = set()
-        parts = list(ast.walk(tree))
+        parts = nodes_of(tree)
         for node in parts:
             if isinstance(node, ast.Call):
                 called_or_declared.add(node.func)

@@ -99,7 +99,7 @@ def test_nothing_is_too_old_where_the_version_is_unknown_or_newer(version, monke
 def test_triton_of_nightly_builds_is_found():
     """pip knows it by another name there."""
     code = (
-        "import importlib.metadata as m\n"
+        "import importlib.metadata as m, torch\n"  # torch asks for versions of its own
         "found, m.version = m.version, lambda name: {'pytorch-triton': '3.7.0+git1'}.get(name)\n"
         "from moe_ops import environment\n"
         "assert environment.TRITON == '3.7.0+git1'\n"
