@@ -215,7 +215,7 @@ class FusedStep(Step):
             y.zero_()
         blocks, one = self.blocks(packed.BLOCK_M), None
         if configs.on_sm90(self.device) and dtype == rows.dtype:
-            if transpose and low is None:  # with adapters it was not run on hardware
+            if transpose:
                 one = _sm90_registers(y, rows, w, blocks, low)
             one = one or _sm90_packed(y, rows, w, blocks, transpose, low)
         self.run(one or packed.multiply(y, rows, w, blocks, transpose, self.gpu, low))

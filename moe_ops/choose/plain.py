@@ -155,17 +155,24 @@ def choose_gemv(layer: LayerSizes, quantized: bool, itemsize: int) -> LayerConfi
             one = gemm(16 if is_short(waves) else 8, 512, 1, 4, layer.K)
         if layer.top_k * cdiv(I, 2048) >= 14:  # steps of a program
             two = GemmConfig(16, 2048, 1, 8)
-        elif 1024 < I <= 2048:
+        elif I > 2048:
+            two = GemmConfig(16, 1024, 1, 4)
+        elif I > 1024:
             two = GemmConfig(8, 2048, 1, 4)
         else:
             two = gemm(8, 1024, 1, 4 if I <= 512 else 8, I)
     else:
         k = 2048 // itemsize
-        one = gemm(2, k, 3, 2, layer.K)
+        # so many programs that the next ones hide the latency of each, which reads far at once
+        many = layer.top_k * I >= 128 * layer.gpu.multiprocessors and 2 * k < layer.K
+        wide = 4 if 4 * k < layer.K else 2
+        one = GemmConfig(2, wide * k, 1, wide) if many else gemm(2, k, 3, 2, layer.K)
         if k >= I:
             two = gemm(4, k, 1, 2 if k >= 2 * I else 4, I)
+        elif 2 * k >= I:
+            two = GemmConfig(2 if many else 4, 2 * k, 1, 8)
         else:
-            two = GemmConfig(4, 2 * k, 1, 8) if 2 * k >= I else GemmConfig(2, k, 1, 4)
+            two = GemmConfig(8, k // 2, 1, 2) if many else GemmConfig(2, k, 1, 4)
     chunk = sort_chunk(layer.pairs)
     return LayerConfig(one, two, 1, chunk, GEMV, direct=True, h_in_fp32=quantized)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +70,20 @@ _ERRORS = {
 }
 
 
+_thread = threading.local()
+
+
+def make_context_current() -> None:
+    """Let CUDA's runtime make its context current in this thread, as its first call does. The
+    driver's functions that encode tensor maps need one, and where a backward pass begins with a
+    product, no call was before them in autograd's thread.
+    """
+    if not getattr(_thread, "has_context", False):
+        if torch.cuda.is_initialized():
+            torch.cuda.mem_get_info()
+        _thread.has_context = True
+
+
 class Gemms(NamedTuple):
     """The loaded object for a GPU."""
 
@@ -78,6 +93,7 @@ class Gemms(NamedTuple):
 
     def run(self, kernel: str, gemm: ctypes.Structure) -> None:
         """Launch a kernel. Raises RuntimeError where CUTLASS or CUDA refuses."""
+        make_context_current()
         status = getattr(self.library, f"{kernel}_run")(ctypes.byref(gemm))
         if status:
             size, of = (1000, "CUDA error") if status >= 1000 else (100, "CUTLASS status")

@@ -70,6 +70,7 @@ from moe_ops.kernels.mixed_gemm.packed import (
     decoding_of,
     scales_of_rows,
 )
+from moe_ops.kernels.mixed_gemm.sm90_levels import write_pairs
 from moe_ops.kernels.mixed_gemm.sm90_mainloop import advance_slot
 from moe_ops.kernels.mixed_gemm.sm90_packed import (
     MINUS_128,
@@ -86,6 +87,8 @@ from moe_ops.kernels.place.routing import Routing
 FORMATS = ("int4", *LEVELS)
 NUM_WARPS = 4  # two programs share a multiprocessor
 NUM_STAGES, PACKED_STAGES = 4, 4
+TABLED = ("nf4",)  # looked up in shared memory too, where a rank leaves room for a table
+TABLE_RANK = 16
 TWO_TO_69, TWO_TO_65 = gl.constexpr(0x62006200), gl.constexpr(0x60006000)  # in bf16, twice
 
 
@@ -230,9 +233,32 @@ def nibble_pairs(
         return scaled_pairs(w0, high, low, middle), scaled_pairs(w1, high, low, middle)
 
 
+LEVEL_PAIRS = gl.constexpr("""{
+        .reg .b32 a, b, c, d, l, h;
+        prmt.b32 a, $4, 0, 0x4442; mad.lo.u32 a, a, 128, $5; ld.shared.b32 $2, [a];
+        prmt.b32 b, $4, 0, 0x4443; mad.lo.u32 b, b, 128, $5; ld.shared.b32 $3, [b];
+        and.b32 c, $4, 0x77777777; shr.u32 d, $4, 1;
+        lop3.b32 d, d, 0x44444444, 0x32103210, 0xea;
+        prmt.b32 a, $6, $7, c; prmt.b32 b, $8, $9, c; prmt.b32 l, a, b, d;
+        prmt.b32 a, $10, $11, c; prmt.b32 b, $12, $13, c; prmt.b32 h, a, b, d;
+        prmt.b32 $0, l, h, 0x5140; prmt.b32 $1, l, h, 0x7362;
+        }""")
+
+
+@gluon.jit
+def level_pairs(words, place, tables):
+    """As `words_of_levels`: the first half of the pairs, as `levels.look_up`, the other half from
+    the copy of `sm90_levels` at `place`. So neither `prmt` nor shared memory bounds both.
+    """
+    return gl.inline_asm_elementwise(
+        LEVEL_PAIRS, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r", (words, place) + tables,
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @gluon.jit
 def decode_rows(
-    first, second, high, low, third, tables, ODD: gl.constexpr, FORMAT: gl.constexpr,
+    first, second, high, low, third, tables, place, ODD: gl.constexpr, FORMAT: gl.constexpr,
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, AT_ONCE: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
     """The left operand (64 columns, 64 rows) of the even or of the odd columns of `load_codes`,
@@ -249,7 +275,10 @@ def decode_rows(
         WHOLE: gl.constexpr = has_whole_levels(FORMAT)
         even, odd = interleaved(first, second)
         words = odd if ODD else even
-        w0, w1, w2, w3 = words_of_levels(words, tables, WHOLE, PURE=False)
+        if place is not None:
+            w0, w1, w2, w3 = level_pairs(words, place, tables)
+        else:
+            w0, w1, w2, w3 = words_of_levels(words, tables, WHOLE, PURE=False)
         nothing = words * 0 + MINUS_ZERO
         if WHOLE:
             factors, offsets = words * 0 + TWO_TO_69, words * 0 + MINUS_128
@@ -389,38 +418,6 @@ def low_rank_operands(smem, A: gl.constexpr):
     return even, gl.convert_layout(odd.reshape((64, R)), A, assert_trivial=True)
 
 
-@gluon.jit
-def load_rows(
-    x, x_smem, low_rows, low_matrix, full, slot, step, steps, first, matrix_row, column
-):  # fmt: skip
-    """Start the copies of a step's rows of x, if there is such a step. The first step behind the
-    last one has rows of an adapter in their place, the second one its matrix.
-    """
-    at, place = full.index(slot), x_smem.index(slot)
-    BLOCK_M: gl.constexpr = x.block_shape[0]
-    IN: gl.constexpr = x.block_shape[1]
-    mbarrier.expect(at, BLOCK_M * IN * 2, step < steps)
-    async_load(x, [first, step * IN], at, place, step < steps)
-    if low_rows is not None:
-        R: gl.constexpr = low_rows.block_shape[1]
-        rows, matrix = low_rank_places(place, low_rows, low_matrix)
-        mbarrier.expect(at, BLOCK_M * R * 2, step == steps)
-        async_load(low_rows, [first, 0], at, rows, step == steps)
-        mbarrier.expect(at, R * low_matrix.block_shape[1] * 2, step == steps + 1)
-        async_load(low_matrix, [matrix_row, column], at, matrix, step == steps + 1)
-
-
-@gluon.jit
-def low_rank_places(place, low_rows, low_matrix):
-    """Rows of x in shared memory as rows of an adapter, and as its matrix."""
-    ROWS_LAYOUT: gl.constexpr = low_rows.layout
-    MATRIX_LAYOUT: gl.constexpr = low_matrix.layout
-    rows_shape: gl.constexpr = [low_rows.block_shape[0], low_rows.block_shape[1]]
-    matrix_shape: gl.constexpr = [low_matrix.block_shape[0], low_matrix.block_shape[1]]
-    rows = reinterpret(place, low_rows.dtype, rows_shape, ROWS_LAYOUT)
-    return rows, reinterpret(place, low_matrix.dtype, matrix_shape, MATRIX_LAYOUT)
-
-
 # --- the kernel ----------------------------------------------------------------------------------
 
 
@@ -434,6 +431,7 @@ class RegistersTile(NamedTuple):
     BLOCK_K: Constant
     NUM_STAGES: Constant
     PACKED_STAGES: Constant
+    TABLE: Constant
     NUM_WARPS: Constant
 
 
@@ -489,6 +487,7 @@ def moe_ops_train_wgmma_registers(
     BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     PACKED_STAGES: gl.constexpr,
+    TABLE: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):
     """y = x @ w for the rows of each expert, plus their product with a matrix of the rank. Other
@@ -524,6 +523,12 @@ def moe_ops_train_wgmma_registers(
     s_words = reinterpret(s_smem, gl.int32, [6, GROUPS, BLOCK_N // 2], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     p_full = gl.allocate_shared_memory(gl.int64, [PACKED_STAGES, 1], mbarrier.MBarrierLayout())
+    if low_rows is not None:
+        R: gl.constexpr = low_rows.block_shape[1]
+        rows_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, R], low_rows.layout)
+        matrix_smem = gl.allocate_shared_memory(dtype, [R, BLOCK_K], low_matrix.layout)
+        low_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(low_full.index(0), 1)
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(i), 1)
     for i in gl.static_range(PACKED_STAGES):
@@ -531,9 +536,6 @@ def moe_ops_train_wgmma_registers(
     fence_async_shared()  # makes the mbarriers visible to TMA
     barrier()
     row = e * N
-    matrix_row = 0
-    if low_rows is not None:
-        matrix_row = e * low_rows.block_shape[1]
     for i in gl.static_range(PACKED_STAGES):
         expect_packed(w, None, p_full, i, steps, 1, PACKED_STAGES)
         load_packed(
@@ -541,15 +543,21 @@ def moe_ops_train_wgmma_registers(
             True, 1, PACKED_STAGES, FORMAT,
         )  # fmt: skip
     for i in gl.static_range(NUM_STAGES):
-        load_rows(
-            x, x_smem, low_rows, low_matrix, full, i, i, steps, first, matrix_row, column
-        )  # fmt: skip
+        mbarrier.expect(full.index(i), BLOCK_M * BLOCK_N * 2, i < steps)
+        async_load(x, [first, i * BLOCK_N], full.index(i), x_smem.index(i), i < steps)
+    if low_rows is not None:
+        mbarrier.expect(low_full.index(0), (BLOCK_M + BLOCK_K) * R * 2)
+        async_load(low_rows, [first, 0], low_full.index(0), rows_smem)
+        async_load(low_matrix, [e * R, column], low_full.index(0), matrix_smem)
 
     tables = None
     if has_whole_levels(FORMAT):
         tables = byte_words(FORMAT)
     elif is_level(FORMAT):
         tables = table_words(FORMAT)
+    place = None
+    if TABLE:
+        place = write_pairs(steps * 0, FORMAT, NUM_WARPS)
     e = e.to(gl.int64)
     w_scale_ptr += e * w_scale_stride_e
     if w_factor_ptr is not None:
@@ -587,14 +595,14 @@ def moe_ops_train_wgmma_registers(
         if HAS_ZERO:
             thirds = load_pairs(s_words.index(turn + 2), GROUPS)
         a0 = decode_rows(
-            c0, c1, highs, lows, thirds, tables, False, FORMAT, SCALE, HAS_ZERO, AT_ONCE, A
-        )
+            c0, c1, highs, lows, thirds, tables, place, False, FORMAT, SCALE, HAS_ZERO, AT_ONCE, A,
+        )  # fmt: skip
         mbarrier.wait(full.index(slot), phase)
         rows = x_smem.index(slot).permute((1, 0))
         acc0 = warpgroup_mma(a0, rows, acc0, is_async=True)
         a1 = decode_rows(
-            c0, c1, highs, lows, thirds, tables, True, FORMAT, SCALE, HAS_ZERO, AT_ONCE, A
-        )
+            c0, c1, highs, lows, thirds, tables, place, True, FORMAT, SCALE, HAS_ZERO, AT_ONCE, A,
+        )  # fmt: skip
         acc1 = warpgroup_mma(a1, rows, acc1, is_async=True)
         # scales of the next step, of which those of the one after are asked for
         scales = prepared_scales(next_s, next_zero, next_above, SCALE, HAS_ZERO, AT_ONCE)
@@ -608,9 +616,11 @@ def moe_ops_train_wgmma_registers(
         acc0, acc1 = warpgroup_mma_wait(0, [acc0, acc1])
         barrier()
         expect_packed(w, None, p_full, i + PACKED_STAGES, steps, 1, PACKED_STAGES)
-        load_rows(
-            x, x_smem, low_rows, low_matrix, full, slot, i + NUM_STAGES, steps, first, matrix_row,
-            column,
+        following = i + NUM_STAGES
+        mbarrier.expect(full.index(slot), BLOCK_M * BLOCK_N * 2, following < steps)
+        async_load(
+            x, [first, following * BLOCK_N], full.index(slot), x_smem.index(slot),
+            following < steps,
         )  # fmt: skip
         load_packed(
             w, p_smem, None, p_smem, p_full, i + PACKED_STAGES, steps, row, word, 0,
@@ -626,12 +636,8 @@ def moe_ops_train_wgmma_registers(
         acc0 /= factor
         acc1 /= factor
     if low_rows is not None:
-        next_slot, next_phase = advance_slot(slot, phase, NUM_STAGES)
-        rows_smem, _ = low_rank_places(x_smem.index(slot), low_rows, low_matrix)
-        _, matrix_smem = low_rank_places(x_smem.index(next_slot), low_rows, low_matrix)
-        mbarrier.wait(full.index(next_slot), next_phase)
+        mbarrier.wait(low_full.index(0), 0)
         a0, a1 = low_rank_operands(matrix_smem, A)
-        mbarrier.wait(full.index(slot), phase)
         rows = rows_smem.permute((1, 0))
         acc0 = warpgroup_mma(a0, rows, acc0, is_async=True)
         acc1 = warpgroup_mma(a1, rows, acc1, is_async=True)
@@ -659,6 +665,9 @@ def multiply(
     added = low_rank_boxes(w, low, True)
     if added is None:
         return None
+    rank = 0 if low is None else low[0].shape[1]
+    table = of.name in TABLED and rank <= TABLE_RANK
+    stages = NUM_STAGES - (rank == 64 or table)  # so that two programs fit
     words = w.K * of.bits // 32
     w_boxes = matrix_boxes(w.E * w.N, words, 4, STEP, BLOCK_OUT * of.bits // 32)
     args = Registers(
@@ -675,8 +684,8 @@ def multiply(
         strides=w.strides,
         decoding=decoding_of(of),
         tile=RegistersTile(
-            *(scales_of_rows(w).SCALE_ROWS, GROUP_M, STEP, BLOCK_OUT, NUM_STAGES),
-            *(PACKED_STAGES, NUM_WARPS),
+            *(scales_of_rows(w).SCALE_ROWS, GROUP_M, STEP, BLOCK_OUT),
+            *(stages, PACKED_STAGES, table, NUM_WARPS),
         ),
     )
     grid = (routing.num_blocks * (w.K // BLOCK_OUT), 1, 1)

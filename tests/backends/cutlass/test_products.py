@@ -5,6 +5,7 @@ where they are built.
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -266,6 +267,27 @@ def test_rows_of_no_expert_are_not_written(device, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_: held)
     assert products.multiply(x, w, ends) is held
     assert held[experts < 0].isnan().all() and not held[experts >= 0].isnan().any()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@devices
+def test_first_in_a_thread(device, threads):
+    """A product is all that a new thread does, as that of autograd may where its first gradient
+    is that of a product.
+    """
+    ends, _ = layout([130, 7, 64], device, behind=0)
+    x = torch.randn(201, 72, device=device, dtype=BF16)
+    w = torch.randn(3, 264, 72, device=device, dtype=BF16)
+    want = products.multiply(x, w, ends)
+    outs = [torch.full_like(want, torch.nan) for _ in range(threads)]
+    if CUDA:
+        torch.cuda.synchronize()
+    with ThreadPoolExecutor(threads) as pool:
+        for job in [pool.submit(products.multiply_into, out, x, w, ends) for out in outs]:
+            job.result()
+    if CUDA:
+        torch.cuda.synchronize()
+    assert all([torch.equal(out, want) for out in outs])
 
 
 def test_where_there_is_no_kernel(fake, monkeypatch):

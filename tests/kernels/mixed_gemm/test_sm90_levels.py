@@ -16,7 +16,7 @@ from tests.kernels.mixed_gemm.test_levels import in_units
 pytest.importorskip("triton.experimental.gluon")
 
 from moe_ops.kernels.device.permutation import NEIGHBOURS
-from moe_ops.kernels.mixed_gemm import levels, sm90_decode, sm90_levels
+from moe_ops.kernels.mixed_gemm import levels, sm90_decode, sm90_levels, sm90_registers
 from tests.kernels.mixed_gemm.test_sm90_wgmma import columns_at
 
 SOURCE = "mixed_gemm/sm90_levels.py"
@@ -65,6 +65,18 @@ def test_pairs_of_words(name):
         registers = run_registers(
             "load_pairs", word, *[BEGIN + 20] * 4, source=SOURCE, memory=memory
         )
+        found = [n for register in registers for n in halves(register)]
+        assert found == [numbers[word >> 4 * column & 15] for column in range(8)]
+
+
+@pytest.mark.parametrize("name", sm90_registers.TABLED)
+def test_half_of_the_pairs(name):
+    """Those that come from shared memory are those that are looked up."""
+    memory, numbers = written(name, sm90_registers.NUM_WARPS, 5), in_units(name).tolist()
+    tables = [levels.table_word(name, i) & MASK for i in range(8)]
+    assembly = sm90_registers.LEVEL_PAIRS.value, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r"
+    for word in words():
+        registers = execute(*assembly, word, BEGIN + 20, *tables, memory=memory)
         found = [n for register in registers for n in halves(register)]
         assert found == [numbers[word >> 4 * column & 15] for column in range(8)]
 

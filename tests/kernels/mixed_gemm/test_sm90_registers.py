@@ -140,7 +140,7 @@ def decoded(name: str, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.
         thirds = (None, None) if zero is None else pairs(third)
         halves = [
             whole["decode_rows"](
-                *(first, second, pairs(high), lows, thirds, None, odd, name, "weight"),
+                *(first, second, pairs(high), lows, thirds, None, None, odd, name, "weight"),
                 *(zero is not None, at_once, None),
             )
             for odd in (False, True)
