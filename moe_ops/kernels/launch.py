@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import operator
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import (
@@ -313,6 +314,24 @@ def _specialization(launches: Sequence[Launch], device: int) -> tuple:
     return tuple(key)
 
 
+class _Thread(threading.local):
+    has_context = False
+
+
+thread = _Thread()
+
+
+def make_context_current() -> None:
+    """Let CUDA's runtime make its context current in this thread, as its first call does.
+
+    The driver encodes tensor maps in a context alone. A new thread has none, and where a backward
+    pass begins with a product, nothing was called before it in autograd's thread.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.mem_get_info()
+        thread.has_context = True
+
+
 class NotCompiledError(RuntimeError):
     """A CUDA graph is being captured and a call's kernels were never compiled."""
 
@@ -327,6 +346,8 @@ def run(launches: Sequence[Launch], device: int, gpu: Gpu) -> None:
         NotCompiledError: a CUDA graph is being captured and this specialization never ran before.
     """
     global _driver
+    if not thread.has_context:
+        make_context_current()
     key = _specialization(launches, device)
     compiled = _compiled.get(key)
     if compiled is not None:

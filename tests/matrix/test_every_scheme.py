@@ -171,9 +171,9 @@ def test_error_is_that_of_rounding_once(device, scheme):
         assert_matches(case.run("triton"), exact, 1.5 * oracle.relative_error(rounded, exact))
 
 
-GENERATED = [
-    name for name in QUANTIZED if not name.endswith("_static")
-]  # no model has their scales
+# no model has scales of the others, and rows of this one are 128 columns, half of what shares a
+# scale of scales
+GENERATED = [s for s in QUANTIZED if not (s.endswith("_static") or ":super" in s)]
 ON_CPU = ("int4_w4a8", "nvfp4")  # each takes seconds to compile
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch import Tensor
 from moe_ops import environment
 from moe_ops.backends.cutlass.schemes import BLOCK_SCALED, BLOCKS, INT4, kind_of
 from moe_ops.csrc import build
+from moe_ops.kernels.launch import make_context_current, thread
 from moe_ops.kernels.rows.scales import NUM_PARTIALS, SHARED, Shared
 from moe_ops.meta.workspace import round_up
 from moe_ops.ops.args import BatchedExpertsArgs, ExpertsArgs
@@ -70,20 +70,6 @@ _ERRORS = {
 }
 
 
-_thread = threading.local()
-
-
-def make_context_current() -> None:
-    """Let CUDA's runtime make its context current in this thread, as its first call does. The
-    driver's functions that encode tensor maps need one, and where a backward pass begins with a
-    product, no call was before them in autograd's thread.
-    """
-    if not getattr(_thread, "has_context", False):
-        if torch.cuda.is_initialized():
-            torch.cuda.mem_get_info()
-        _thread.has_context = True
-
-
 class Gemms(NamedTuple):
     """The loaded object for a GPU."""
 
@@ -93,7 +79,8 @@ class Gemms(NamedTuple):
 
     def run(self, kernel: str, gemm: ctypes.Structure) -> None:
         """Launch a kernel. Raises RuntimeError where CUTLASS or CUDA refuses."""
-        make_context_current()
+        if not thread.has_context:
+            make_context_current()
         status = getattr(self.library, f"{kernel}_run")(ctypes.byref(gemm))
         if status:
             size, of = (1000, "CUDA error") if status >= 1000 else (100, "CUTLASS status")
