@@ -188,7 +188,7 @@ MIXED_GEMM: Rows[Tile] = (
 # serve averages between 32 and 64.
 #
 # Levels (WGMMA_LEVELS) are looked up in a table of 32 KB that each block has for itself, beside
-# which two blocks of eight warps fit, and of 80 rows one of sixteen.
+# which two blocks of eight warps fit: of 80 rows these are faster than one of sixteen, of 32 slower.
 #
 # two_operands: blocks of 48 and 80 rows have registers in four warps; eight_warps: in eight;
 # streamed, prepared: int4 that is decoded without waits, prepared e2m1; weights: these are scaled
@@ -205,11 +205,11 @@ WGMMA_BLOCKS_OF_TWO: dict[int, Blocks] = {  # by bits
 FEW_ROWS_OF_SUMS = 6  # up to which blocks of 8 are best where sums are scaled
 EIGHT_WARPS = (128, 256, 2, 8)
 WGMMA_LEVELS: Rows[Tile] = (  # of both products
-    ("m80", (256, 128, 4, 16)),
+    ("m80", (128, 128, 2, 8)),
     ("m48 c256", EIGHT_WARPS),
     ("m48", (128, 128, 3, 8)),
     ("m64", (128, 128, 3, 8)),
-    ("m32 c256", EIGHT_WARPS),
+    ("m32 c256", (256, 256, 2, 16)),
     ("m32", (128, 128, 4, 8)),
     ("c256", (128, 256, 3, 8)),
     ("", (128, 128, 6, 8)),

@@ -150,23 +150,21 @@ def test_tiles_that_were_measured():
     }.items():
         found = choose_wgmma(*sizes, 4, 0, "weights")
         assert (found.block_m, found.gemm1, found.gemm2, found.split_k) == expected, sizes
-    for sizes, expected in {  # of levels: block_m, BLOCK_K and stages of tiles of 128 rows
-        (64, 128, 2048, 768): (8, (256, 3), (256, 3)),
-        (1024, 128, 2048, 768): (16, (256, 3), (256, 3)),
-        (2048, 128, 2048, 768): (32, (256, 2), (256, 2)),
-        (2048, 128, 2880, 2048): (32, (128, 4), (256, 2)),
-        (4096, 128, 2048, 2880): (48, (256, 2), (128, 3)),
-        (6000, 128, 2048, 768): (64, (128, 3), (128, 3)),
-        (256, 128, 2880, 2880): (8, (128, 6), (128, 6)),
+    for sizes, expected in {  # of levels
+        (64, 128, 2048, 768): (8, (128, 256, 3, 8), (128, 256, 3, 8)),
+        (1024, 128, 2048, 768): (16, (128, 256, 3, 8), (128, 256, 3, 8)),
+        (2048, 128, 2048, 768): (32, (256, 256, 2, 16), (256, 256, 2, 16)),
+        (2048, 128, 2880, 2048): (32, (128, 128, 4, 8), (256, 256, 2, 16)),
+        (4096, 128, 2048, 2880): (48, (128, 256, 2, 8), (128, 128, 3, 8)),
+        (6000, 128, 2048, 768): (64, (128, 128, 3, 8), (128, 128, 3, 8)),
+        (8192, 128, 2048, 768): (80, (128, 128, 2, 8), (128, 128, 2, 8)),
+        (256, 128, 2880, 2880): (8, (128, 128, 6, 8), (128, 128, 6, 8)),
     }.items():
         for found in (
             choose_wgmma(*sizes, 4, STAGES_OF_EIGHT_WARPS, "levels"),
             any_batch(*sizes, 4, 1, 1, STAGES_OF_EIGHT_WARPS, True),
         ):
-            tiles = [(128, *of_k, 8) for of_k in expected[1:]]
-            assert (found.block_m, *found[:2]) == (expected[0], *tiles), sizes
-    found = choose_wgmma(8192, 128, 2048, 768, 4, STAGES_OF_EIGHT_WARPS, "levels")
-    assert (found.block_m, *found[:2]) == (80, *[(256, 128, 4, 16)] * 2)
+            assert (found.block_m, *found[:2]) == expected, sizes
     for sizes, expected in {  # of sums that are scaled
         (16, 8, 4096, 14336): (8, deep, half, 2),
         (48, 8, 4096, 14336): (8, deep, half, 2),
