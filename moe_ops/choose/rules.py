@@ -188,7 +188,8 @@ MIXED_GEMM: Rows[Tile] = (
 # serve averages between 32 and 64.
 #
 # Levels (WGMMA_LEVELS) are looked up in a table of 32 KB that each block has for itself, beside
-# which two blocks of eight warps fit: of 80 rows these are faster than one of sixteen, of 32 slower.
+# which two blocks of eight warps fit: of 80 rows these are faster than one of sixteen, and of 32
+# slower.
 #
 # two_operands: blocks of 48 and 80 rows have registers in four warps; eight_warps: in eight;
 # streamed, prepared: int4 that is decoded without waits, prepared e2m1; weights: these are scaled
