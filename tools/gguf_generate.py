@@ -41,7 +41,7 @@ PRESETS = {
     "Q8_0": llama_cpp.Q8_0,
     "MXFP4_MOE": llama_cpp.MXFP4_MOE,
 }
-WINDOW, WINDOWS = 256, 64  # of held-out bytes
+WINDOW, WINDOWS, BATCH = 256, 64, 8  # of held-out bytes
 PROMPTS = [slice(i, i + 64) for i in range(20_000, 60_000, 5_000)]  # of those behind them
 NEW_TOKENS = 160
 LIMIT = 0.005  # of the difference of perplexities
@@ -89,9 +89,9 @@ def dequantized(model: Path, path: Path) -> tuple[Any, dict[str, int]]:
     return plain, dict(types)
 
 
-def greedy(model: Any, prompt: bytes) -> bytes:
-    """The prompt's continuation."""
-    ids = torch.tensor([[*prompt]], device=model.device)
+def greedy(model: Any, prompts: list[bytes]) -> list[bytes]:
+    """The continuations of prompts of one length."""
+    ids = torch.tensor([[*prompt] for prompt in prompts], device=model.device)
     made = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -100,24 +100,24 @@ def greedy(model: Any, prompt: bytes) -> bytes:
         pad_token_id=0,
         eos_token_id=None,
     )
-    return bytes(made[0, ids.shape[1] :].tolist())
+    return [bytes(row) for row in made[:, ids.shape[1] :].tolist()]
 
 
-def perplexity(logits_of: Callable[[list[int]], Tensor], text: bytes) -> float:
+def perplexity(logits_of: Callable[[list[list[int]]], Tensor], text: bytes) -> float:
     """exp of the mean of -log p over all bytes but the first of each window."""
+    windows = [[*text[i * WINDOW : (i + 1) * WINDOW]] for i in range(WINDOWS)]
     total = 0.0
-    for i in range(WINDOWS):
-        ids = [*text[i * WINDOW : (i + 1) * WINDOW]]
-        logits = logits_of(ids)[:-1].double().cpu()
-        total += torch.nn.functional.cross_entropy(
-            logits, torch.tensor(ids[1:]), reduction="sum"
-        ).item()
+    for i in range(0, WINDOWS, BATCH):
+        ids = windows[i : i + BATCH]
+        logits = logits_of(ids)[:, :-1].flatten(0, 1).double().cpu()
+        following = torch.tensor(ids)[:, 1:].flatten()
+        total += torch.nn.functional.cross_entropy(logits, following, reduction="sum").item()
     return math.exp(total / (WINDOWS * (WINDOW - 1)))
 
 
-def logits_of(model: Any) -> Callable[[list[int]], Tensor]:
-    """The logits of token ids, (len(ids), vocabulary)."""
-    return lambda ids: model(torch.tensor([ids], device=model.device)).logits[0]
+def logits_of(model: Any) -> Callable[[list[list[int]]], Tensor]:
+    """The logits of windows of token ids, (windows, their length, vocabulary)."""
+    return lambda ids: model(torch.tensor(ids, device=model.device)).logits
 
 
 @torch.no_grad()
@@ -130,6 +130,7 @@ def measure(
     from moe_ops.integrations.transformers import MoeOpsConfig
 
     plain, types = dequantized(model, path)
+    plain.to(device)
     packed = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent,
         gguf_file=path.name,
@@ -140,10 +141,12 @@ def measure(
     found = {"moe_ops": perplexity(logits_of(packed), text)}
     found["dequantized"] = perplexity(logits_of(plain), text)
     if beside is None:
-        beside = perplexity(llama_cpp.Forward(path, WINDOW).logits, text)
+        forward = llama_cpp.Forward(path, WINDOW)
+        beside = perplexity(lambda ids: torch.stack([forward.logits(one) for one in ids]), text)
     found["llama.cpp"] = beside
     experts = [n for n, _ in packed.named_parameters() if ".experts." in n]
-    texts = [(greedy(packed, text[part]), greedy(plain, text[part])) for part in PROMPTS]
+    prompts = [text[part] for part in PROMPTS]
+    texts = [*zip(greedy(packed, prompts), greedy(plain, prompts), strict=True)]
     return {
         "types": types,
         "schemes": sorted({packed.get_parameter(name).scheme for name in experts}),
