@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ops_dev
 # Two workers that take over each other's tests, each with one thread. They keep bytecode, also where
 # the environment says otherwise: compiling and rewriting all tests takes half of the time to start.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n 2 --dist worksteal
 
 EXAMPLES ?= 20000
 PART ?= $(shell echo $$(($$(date +%s) / 86400 % 20)))

@@ -111,7 +111,9 @@ def choose_wgmma(
     gemm1 = GemmConfig(*first(rows1, held | _of_columns(K) | {"w13"}))
     gemm2 = GemmConfig(*first(rows2, held | _of_columns(I)))
     together = 4 if block_m <= (8 if scaling == "sums" else 16) else 3  # on a multiprocessor
-    if block_m > 32 or gemm2.num_warps == 8:
+    if gemm2.num_warps == 16:
+        together = 1
+    elif block_m > 32 or gemm2.num_warps == 8:
         together = 2
     short = is_short(blocks * cdiv(K, gemm2.block_n) / (together * each))
     split_k = first(rules.WGMMA_SPLIT_K, held | _of_columns(I) | words(short=short))

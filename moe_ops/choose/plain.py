@@ -166,7 +166,10 @@ def choose_gemv(layer: LayerSizes, quantized: bool, itemsize: int) -> LayerConfi
         # so many programs that the next ones hide the latency of each, which reads far at once
         many = layer.top_k * I >= 128 * layer.gpu.multiprocessors and 2 * k < layer.K
         wide = 4 if 4 * k < layer.K else 2
-        one = GemmConfig(2, wide * k, 1, wide) if many else gemm(2, k, 3, 2, layer.K)
+        if many and 2 * (-layer.K % (wide * k)) <= wide * k:  # the last step is half full
+            one = GemmConfig(2, wide * k, 1, wide)
+        else:
+            one = gemm(2, k, 3, 2, layer.K)
         if k >= I:
             two = gemm(4, k, 1, 2 if k >= 2 * I else 4, I)
         elif 2 * k >= I:

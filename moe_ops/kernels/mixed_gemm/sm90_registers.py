@@ -243,6 +243,7 @@ LEVEL_PAIRS = gl.constexpr("""{
         prmt.b32 a, $10, $11, c; prmt.b32 b, $12, $13, c; prmt.b32 h, a, b, d;
         prmt.b32 $0, l, h, 0x5140; prmt.b32 $1, l, h, 0x7362;
         }""")
+LEVEL_OPERANDS = gl.constexpr("=&r,=&r,=&r,=&r" + 10 * ",r")
 
 
 @gluon.jit
@@ -251,7 +252,7 @@ def level_pairs(words, place, tables):
     the copy of `sm90_levels` at `place`. So neither `prmt` nor shared memory bounds both.
     """
     return gl.inline_asm_elementwise(
-        LEVEL_PAIRS, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r", (words, place) + tables,
+        LEVEL_PAIRS, LEVEL_OPERANDS, (words, place) + tables,
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -276,6 +277,7 @@ def decode_rows(
         even, odd = interleaved(first, second)
         words = odd if ODD else even
         if place is not None:
+            gl.static_assert(not WHOLE)
             w0, w1, w2, w3 = level_pairs(words, place, tables)
         else:
             w0, w1, w2, w3 = words_of_levels(words, tables, WHOLE, PURE=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -282,12 +283,39 @@ def test_first_in_a_thread(device, threads):
     outs = [torch.full_like(want, torch.nan) for _ in range(threads)]
     if CUDA:
         torch.cuda.synchronize()
+    at_once = Barrier(threads)  # no thread has the job of another
+
+    def job(out):
+        at_once.wait(60)
+        products.multiply_into(out, x, w, ends)
+
     with ThreadPoolExecutor(threads) as pool:
-        for job in [pool.submit(products.multiply_into, out, x, w, ends) for out in outs]:
-            job.result()
+        list(pool.map(job, outs))
     if CUDA:
         torch.cuda.synchronize()
     assert all([torch.equal(out, want) for out in outs])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_captured_first_in_a_thread():
+    ends, _ = layout([130, 7, 64], "cuda", behind=0)
+    x = torch.randn(201, 72, device="cuda", dtype=BF16)
+    w = torch.randn(3, 264, 72, device="cuda", dtype=BF16)
+    want = products.multiply(x, w, ends)
+    out, graph = torch.full_like(want, torch.nan), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+
+    def capture():
+        with torch.cuda.graph(graph):
+            products.multiply_into(out, x, w, ends)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(capture).result()
+    assert out.isnan().all()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
 
 
 def test_where_there_is_no_kernel(fake, monkeypatch):

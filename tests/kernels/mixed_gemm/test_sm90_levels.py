@@ -74,7 +74,8 @@ def test_half_of_the_pairs(name):
     """Those that come from shared memory are those that are looked up."""
     memory, numbers = written(name, sm90_registers.NUM_WARPS, 5), in_units(name).tolist()
     tables = [levels.table_word(name, i) & MASK for i in range(8)]
-    assembly = sm90_registers.LEVEL_PAIRS.value, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r"
+    assembly = sm90_registers.LEVEL_PAIRS.value, sm90_registers.LEVEL_OPERANDS.value
+    assert assembly[1].startswith("=&r,=&r,=&r,=&r,r")  # all inputs are read after the first one
     for word in words():
         registers = execute(*assembly, word, BEGIN + 20, *tables, memory=memory)
         found = [n for register in registers for n in halves(register)]

@@ -103,8 +103,11 @@ def words_of_levels(name: str):
     return look_up
 
 
-def decoded(name: str, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-    """(128, 64): what the tensor cores multiply, in the order of y's columns."""
+def decoded(
+    name: str, scale: torch.Tensor, zero: torch.Tensor | None, place: int | None
+) -> torch.Tensor:
+    """(128, 64): what the tensor cores multiply, in the order of y's columns. `place`: where a
+    table of pairs is, if there is one."""
     groups = scale.shape[1]
     gl = SimpleNamespace(
         int32=torch.int64,
@@ -121,7 +124,9 @@ def decoded(name: str, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.
     whole = {f.__name__: f.fn for f in vars(sm90_registers).values() if hasattr(f, "fn")}
     with ExitStack() as stack:
         values = whole | {"gl": gl, "fma_words": fma_words, "INT4_SHIFT": 2.0**64}
-        values |= {"words_of_levels": words_of_levels(name)}
+        look_up = words_of_levels(name)
+        pairs_of = {"level_pairs": lambda words, at, _: [look_up(words, _, False, False), at][0]}
+        values |= {"words_of_levels": look_up} if place is None else pairs_of
         layouts = ("code_layout", "pair_layout", "pair_scale_layout")
         values |= dict.fromkeys(layouts, lambda *_: None)
         stack.enter_context(mock.patch.multiple(sm90_registers, **values))
@@ -140,7 +145,7 @@ def decoded(name: str, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.
         thirds = (None, None) if zero is None else pairs(third)
         halves = [
             whole["decode_rows"](
-                *(first, second, pairs(high), lows, thirds, None, None, odd, name, "weight"),
+                *(first, second, pairs(high), lows, thirds, None, place, odd, name, "weight"),
                 *(zero is not None, at_once, None),
             )
             for odd in (False, True)
@@ -150,14 +155,15 @@ def decoded(name: str, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["int4", "int4 zero", "nf4"])
+@pytest.mark.parametrize("name", ["int4", "int4 zero", "nf4", "nf4 table"])
 def test_decoded_weights(name, dtype, groups):
     """Each is the weight of its row and column, rounded to bf16."""
     g = torch.Generator().manual_seed(groups)
     scale = (torch.rand(64, groups, generator=g) + 0.5).to(dtype)
+    place = 0x400 if name.endswith("table") else None
     name, zeros = name.split()[0], name.endswith("zero")
     zero = torch.randint(0, 16, (64, groups), generator=g) if zeros else None
-    found = decoded(name, scale, zero)
+    found = decoded(name, scale, zero, place)
     if name == "nf4":
         bits = torch.tensor(levels.TABLES.value[name].bits, dtype=torch.int32) << 16
         exact = bits.view(torch.float32).double()[WEIGHT]  # in units
