@@ -213,6 +213,7 @@ def test_every_number_of_plain_tokens(dtype, sizes, avx):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_many_tokens(scheme):
     for i, routing in enumerate(ROUTINGS):

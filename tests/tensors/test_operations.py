@@ -437,16 +437,10 @@ def swap(w, new):
     w[3].copy_(kept)
 
 
-WRITTEN = [  # each way of writing is tried at once with one scheme, the others are slow
-    pytest.param(write, scheme, backend, marks=[] if fast else [pytest.mark.slow])
-    for i, write in enumerate([set_all, set_one, set_some, set_flat, swap])
-    for j, scheme in enumerate(["fp8_block", "int4_w4a16:g32", "nvfp4"])
-    for backend in ("eager", "aot_eager")
-    for fast in [i % 3 == j and (backend == "aot_eager" or write is swap)]
-]
-
-
-@pytest.mark.parametrize("write, scheme, backend", WRITTEN)
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize("scheme", ["fp8_block", "int4_w4a16:g32", "nvfp4"])
+@pytest.mark.parametrize("write", [swap, set_all, set_one, set_some, set_flat])
 def test_compiled_code_uses_a_weight_that_it_has_written(write, scheme, backend):
     """As expert caches do: the weight is an input of the graph, and so were its tensors."""
     run, w, new = layer(scheme)

@@ -142,6 +142,7 @@ def test_damaged_configurations(method, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", METHODS)
 def test_many_damaged_configurations(method, tmp_path):
     damaged_configurations(method, tmp_path, 1, 300)
@@ -201,6 +202,7 @@ def test_damaged_headers(method, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", METHODS)
 def test_many_damaged_headers(method, tmp_path):
     damaged_headers(method, tmp_path, 1, 300)

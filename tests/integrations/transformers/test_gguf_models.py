@@ -301,6 +301,7 @@ def test_a_parameter_in_two_forms_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_each_tensor_is_needed_and_known(name, tmp_path):
     _, tensors = content_of(FIXTURES / f"{name}.gguf")
@@ -317,6 +318,7 @@ def test_each_tensor_is_needed_and_known(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_mutations_give_what_the_file_states_or_an_error(name, tmp_path):
     """What loads is what a reader that checks nothing has written into another file."""
