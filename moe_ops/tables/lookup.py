@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _FOLDER = Path(__file__).parent
+_CLAIMS = _FOLDER / "claims.json"
 
 
 # relative differences below this are noise: the times of a layer repeat to within 1 %
@@ -43,7 +44,7 @@ def tables() -> dict[str, Path]:
 
 @functools.cache
 def _claims() -> list[dict]:
-    return json.loads((_FOLDER / "claims.json").read_text())["claims"]
+    return json.loads(_CLAIMS.read_text())["claims"]
 
 
 def claim(backend: str, scheme: str, elements: int) -> tuple[int, int | None] | None:

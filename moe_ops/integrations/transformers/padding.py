@@ -152,12 +152,13 @@ def _with_padding_left_out(own: Callable) -> Callable:
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = batch_in(self)
         running = None if batch is None or batch.manager is None else batch.manager()
-        manager = own(self, *args, **kwargs)
-        if running is not None and running is not manager and running.is_running():
+        kept = getattr(self, "_cached_continuous_batching_manager", None)  # what `own` returns
+        if running is not None and running is not kept and running.is_running():
             raise RuntimeError(
                 "the model is served by a manager whose requests name their adapters, which takes "
                 "the model for itself: call its stop() first"
             )
+        manager = own(self, *args, **kwargs)
         if _pads(manager.continuous_batching_config):
             leave_out_padding(self)
         batch = batch_in(self)

@@ -167,7 +167,8 @@ def test_one_manager_at_a_time(monkeypatch):
     moe_transformers.adapters_by_request(manager)
     batch = padding.batch_in(model.get_base_model())
     monkeypatch.setattr(manager, "is_running", lambda: True)
-    with pytest.raises(RuntimeError, match=r"call its stop\(\) first"):
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match=r"call its stop\(\)"):
+        patched.setattr(type(manager), "__init__", lambda *_, **__: pytest.fail("it was made"))
         manager_of(model)
     assert batch.adapters is not None
     monkeypatch.setattr(manager, "is_running", lambda: False)
