@@ -18,6 +18,7 @@ rows.
 - MLX: codes in uint32 words along the columns, lowest bits first; value = code * scales + biases.
 """
 
+import copy
 import numpy as np
 import torch
 
@@ -36,6 +37,7 @@ class Writer:
 
     def __init__(self, seed=0):
         self.rng = np.random.default_rng(seed)
+        self.config = copy.deepcopy(type(self).config)  # of a copy, too, which tests change
 
     def scales(self, *shape):
         return (0.5 + self.rng.random(shape)) * 0.01

@@ -71,7 +71,7 @@ def test_targets_name_modules_of_the_model(form, target, tmp_path):
         "group_0": group | ({"input_activations": rounded} if rounded else {}),
         "group_1": group | {"targets": [target], "input_activations": None},
     }
-    writer.config = writer.config | {"config_groups": groups}  # its class has the old one
+    writer.config = writer.config | {"config_groups": groups}
     requantize(tmp_path, writer, original)
     loaded = load(tmp_path)
     assert schemes_of(loaded) == {scheme}
