@@ -19,6 +19,7 @@ rows.
 """
 
 import copy
+
 import numpy as np
 import torch
 
