@@ -6,7 +6,8 @@ parametrized function is one, and of those in `EVERY_SCHEME` also the first of e
 backend runs; elsewhere the mark `sweep` says so. `gpu` need a CUDA device.
 
 `make test-all` runs them all. `make test` runs a twentieth of the cases that sweeps have beside
-their first, by `--part`, which follows the day: twenty days run every case.
+their first, by `--part`, which follows the day: twenty days run every case. It begins with slow
+tests.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("part") is not None:
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
+        # the longest first, so that no process has one left when the others are done
+        items.sort(key=lambda item: hasattr(item, "callspec") or "slow" not in item.keywords)
 
 
 def processor_seconds() -> float:
