@@ -125,8 +125,10 @@ def decoded(
     with ExitStack() as stack:
         values = whole | {"gl": gl, "fma_words": fma_words, "INT4_SHIFT": 2.0**64}
         look_up = words_of_levels(name)
-        pairs_of = {"level_pairs": lambda words, at, _: [look_up(words, _, False, False), at][0]}
-        values |= {"words_of_levels": look_up} if place is None else pairs_of
+        if place is None:
+            values["words_of_levels"] = look_up
+        else:
+            values["level_pairs"] = lambda words, _, tables: look_up(words, tables, False, False)
         layouts = ("code_layout", "pair_layout", "pair_scale_layout")
         values |= dict.fromkeys(layouts, lambda *_: None)
         stack.enter_context(mock.patch.multiple(sm90_registers, **values))
