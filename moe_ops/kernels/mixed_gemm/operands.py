@@ -257,12 +257,14 @@ def _wgmma_format(of: Format, scales: torch.dtype, activation: QuantDesc | None 
     those with zero points beside few rows the sums, too: `MixedOperand.scaling_sums`).
     Then sums of groups take no registers and no multiplications, and nothing waits for them.
     Scales of other dtypes would lose bits in bf16. Levels are scaled themselves whatever the dtype
-    of scales is, by two instructions a pair instead of one.
+    of scales is, by two instructions a pair instead of one; so is int8 whose groups are shorter
+    than a chunk (Q8_0 has 32 columns), which has no sums of one scale.
     """
     in_e4m3 = activation is not None and activation.dtype == "e4m3" and activation.group.cols == -1
     if in_e4m3 and of.name == "int4" and of.scale == "e4m3" and of.group % 128 == 0:
         return of._replace(name="int4_e4m3")
     scaled = of.name in LEVELS or (of.name == "int4" and scales == torch.bfloat16)
+    scaled = scaled or (of.name == "int8" and of.group in (16, 32))
     return of._replace(scale="weight") if scaled and of.scale == "sum" else of
 
 

@@ -494,6 +494,8 @@ def decode_weights(
         w0 = decode_int8(codes)
         if HAS_ZERO:  # at most 255, which bf16 holds
             w0 -= over_group(zero.to(gl.int8, bitcast=True), SHAPE)
+        if SCALE == "weight":
+            w0 *= over_group(s, SHAPE)
         w1 = w0
     else:
         w0, w1 = decode_int4_weights(codes, s, zero, SCALE, HAS_ZERO)

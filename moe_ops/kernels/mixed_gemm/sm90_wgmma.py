@@ -1097,8 +1097,8 @@ def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtyp
         return f"weights must have one of the formats {', '.join(FORMATS)}, got {of.name}"
     if k_chunk == 0:
         return f"rows of weights must have a multiple of 64 columns, got {K}"
-    if of.bits == 8 and of.scale not in ("end", "sum", "block"):
-        return f"8-bit weights must have scales of sums, got {of.scale!r}"
+    if of.bits == 8 and of.scale not in ("end", "sum", "block", "weight"):
+        return f"8-bit weights must have scales of sums or weights, got {of.scale!r}"
     if of.scale in ("sum", "block") and of.group % k_chunk:
         return f"groups of columns must be multiples of {k_chunk}, got {of.group}"
     if not (min(strides) == 1 == strides[2] and (strides[0] | strides[1]) % 16 == 0):

@@ -431,6 +431,7 @@ gpu = c.gpu_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "int4_w4a8": "gelu"}
 cases |= {"fp8_w8a16:block": "relu2_no_mul"}
 cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
+cases |= {"int8_w8a16:g32:zp": "silu"}
 cases |= {"int8_w8a16:channel": "silu", "int4_w4a16:g128:zp": "silu", "nf4_w4a16:g64": "silu"}
 streamed = 0
 for scheme, activation in cases.items():
@@ -568,7 +569,8 @@ def test_descriptors_take_rows_of_16_byte_step_alone():
     assert not possible("mxfp4_w4a16", 96, 32, scale=torch.uint8)  # no chunk of 64 columns
     assert not possible("int4_w4a16:g128", 256, 128, torch.float16)
     assert possible("fp8_w8a16:block", 192, 128) and possible("int8_w8a16:g64", 192, 64)
-    assert not possible("int8_w8a16:g32", 192, 32)
+    assert possible("int8_w8a16:g32", 192, 32) and not possible("int8_w8a16:g32", 96, 32)
+    assert possible("int8_w8a16:g32", 192, 32, scale=torch.float16)  # GGUF's Q8_0
     assert possible("int4_w4a16:g32", 128, 32) and possible("int4_w4a16:g32", 192, 32)
     assert not possible("int4_w4a16:g32", 128, 32, scale=torch.float32)
     assert possible("int4_w4a16:g64", 192, 64, scale=torch.float32)
@@ -708,6 +710,7 @@ GPU_SCHEMES += ["int4_w4a16:g64 float16", "int4_w4a16:g128:zp float32"]  # group
 GPU_SCHEMES += ["int4_w4a16:g32:super:min", "iq4_w4a16:g32:super"]
 GPU_SCHEMES += ["int4_w4a16:g32:min", "int4_w4a16:g128:min", "int4_w4a16:g32:min float32"]
 GPU_SCHEMES += [*PREPARED, "int8_w8a16:channel", "int8_w8a16:g64:zp", "int8_w8a16:g128"]
+GPU_SCHEMES += ["int8_w8a16:g32 float16", "int8_w8a16:g32:zp"]  # weights are scaled
 GPU_SCHEMES += [f"fp8_w8a16:{name}" for name in ("tensor", "channel", "block")]
 GPU_SCHEMES += ["nf4_w4a16:g64", "nf4_w4a16:g32", "fp4_w4a16:g64", "iq4_w4a16:g32"]
 CONFIGS = [  # block_m, and those of both GEMMs
@@ -808,7 +811,7 @@ def few_programs(multiprocessors: int = 1) -> Iterator[None]:
             (8, 64, 256, 3, 4): ("int4_w4a16:g128", "int8_w8a16:g64:zp", "int4_w4a8", *PREPARED),
             (8, 128, 256, 2, 4): ("int4_w4a16:g128", "int4_w4a16:g64:zp", *PREPARED),
             (16, 64, 256, 3, 4): ("int4_w4a16:g128:zp", "int4_w4a16:g32", "nf4_w4a16:g64"),
-            (32, 128, 256, 2, 8): ("int4_w4a16:g128:zp", "int8_w8a16:channel"),
+            (32, 128, 256, 2, 8): ("int4_w4a16:g128:zp", "int8_w8a16:channel", "int8_w8a16:g32"),
             (32, 128, 128, 4, 4): ("int4_w4a16:g128:zp", "fp8_w8a16:block", "mxfp4_w4a16"),
             (48, 128, 128, 3, 4): ("int4_w4a16:g128", "int8_w8a16:channel"),
             (64, 128, 256, 2, 8): ("int4_w4a16:g32", "int4_w4a8", "nvfp4_w4a16"),
