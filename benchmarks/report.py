@@ -1647,6 +1647,7 @@ STAGES = (
     RESULTS / "compare_stages_NVIDIA_H200.json",
     RESULTS / "compare_house_NVIDIA_H200.json",
     RESULTS / "compare_steps_NVIDIA_H200.json",
+    RESULTS / "compare_tiles_NVIDIA_H200.json",
 )
 LOADING = RESULTS / "loading_6GB_16threads.json"
 PAIRS = RESULTS / "two_schemes_NVIDIA_H200.json"

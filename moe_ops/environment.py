@@ -184,7 +184,7 @@ def why_no_gluon(installed: str) -> str | None:
     Gluon is experimental and changes from version to version, so versions that are newer than the
     tested ones are refused too.
     """
-    kernels = "the Gluon kernels of compute capability 9.0 for weights of 4 and 8 bits"
+    kernels = "the Gluon kernels of compute capability 9.0 for weights of 4 to 8 bits"
     if not installed:
         return f"{kernels} need Triton {GLUON_VERSIONS}, which is not installed"
     if GLUON_TRITON[0] <= release(installed) <= GLUON_TRITON[1]:

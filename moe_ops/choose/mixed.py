@@ -38,7 +38,8 @@ MAX_I_OF_PACKED = 4096  # up to which mixed_gemm/sm90_packed.py is faster with w
 FEWEST_ROWS_OF_16 = 5  # rows per expert, from which blocks have 16 rows
 # BLOCK_M -> rows per expert of plain weights that run in such blocks
 ROWS_OF_BLOCKS = {16: 8, 32: 20, 64: 48, 128: 128}
-MAX_ROWS_OF_8_BITS = 80  # average rows of an expert, up to which sm90_wgmma.py takes 8-bit weights
+# average rows of an expert, up to which sm90_wgmma.py takes weights of 5 to 8 bits
+MAX_ROWS_OF_8_BITS = 80
 # mixed_gemm/sm90_packed.py has these tiles alone: rows of a block, columns, step, stages and warps
 MANY_ROWS = LayerConfig(
     GemmConfig(128, 64, 3, 4), GemmConfig(128, 64, 3, 4), 128, 0, SM90_PACKED
@@ -80,12 +81,12 @@ def choose_wgmma(
     layer: LayerSizes, bits: int, many: int = 0, scaling: str = ""
 ) -> LayerConfig | None:
     """Config of the two GEMMs of sm90_wgmma.py, or None if other kernels are faster for so many
-    rows: of 8 bits those of sm80_mma.py are. Of 4 bits these decode each weight as often, but more
-    slowly. `many` and `scaling` are `MixedOperand.stages_of_many` and `scaling`.
+    rows: of 5 to 8 bits those of sm80_mma.py are. Of 4 bits these decode each weight as often, but
+    more slowly. `many` and `scaling` are `MixedOperand.stages_of_many` and `scaling`.
     """
     _, experts, K, I, gpu, *_ = layer
     average, each = layer.average, gpu.multiprocessors
-    if bits == 8 and average > MAX_ROWS_OF_8_BITS:
+    if bits > 4 and average > MAX_ROWS_OF_8_BITS:
         return None
     block_m = _wgmma_block(average, bits, many, scaling)
     # estimates of the blocks that have a row
@@ -138,6 +139,7 @@ def _wgmma_words(layer: LayerSizes, block_m: int, bits: int, many: int) -> froze
         eight_warps=many == STAGES_OF_EIGHT_WARPS,
         streamed=many == STAGES_OF_STREAMED,
         prepared=many == STAGES_OF_WORDS,
+        planes=bits in (5, 6),
         sparse=layer.rows < layer.experts,
         few=tiles <= 2 * layer.gpu.multiprocessors,
         **{f"{bits}bit": True},
@@ -233,7 +235,7 @@ def of_two_formats(
     dtype: torch.dtype,
     gated: bool,
     direct: bool,  # one token runs without a table of blocks
-    wgmma: bool,  # the kernels of sm90_wgmma.py run weights of 4 and 8 bits
+    wgmma: bool,  # the kernels of sm90_wgmma.py run its weights
     chunk: int,  # pairs that the sorting kernel handles at a time
 ) -> LayerConfig:
     """Config of a layer whose weights have different formats: the tiles of each product are those
@@ -266,9 +268,9 @@ def many_rows(layer: LayerSizes, bits: int) -> bool:
     """Whether a layer of so many rows is faster by mixed_gemm/sm90_packed.py, whose blocks of 128
     rows share a decoded weight.
 
-    In 8 bits it is from 64 rows per expert on: with fewer, blocks of 128 rows are mostly empty. So
-    5 and 6 bits have it, which were not measured. In 4 bits sm90_wgmma.py needs no copy of rows
-    and pads them to 64, so that it is ahead up to the more rows, the longer those of w2 are.
+    In 5 to 8 bits it is from 64 rows per expert on: with fewer, blocks of 128 rows are mostly
+    empty. In 4 bits sm90_wgmma.py needs no copy of rows and pads them to 64, so that it is ahead
+    up to the more rows, the longer those of w2 are.
     """
     if bits > 4:
         return layer.rows >= 64 * layer.experts

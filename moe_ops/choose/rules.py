@@ -192,6 +192,7 @@ MIXED_GEMM: Rows[Tile] = (
 # slower.
 #
 # two_operands: blocks of 48 and 80 rows have registers in four warps; eight_warps: in eight;
+# planes: codes of 5 or 6 bits, whose tiles were compiled and not timed;
 # streamed, prepared: int4 that is decoded without waits, prepared e2m1; weights: these are scaled
 # in their natural order; sums: these are scaled instead, beside up to 32 rows; tiles: many of
 # GEMM2's programs have a second tile; long: rows of both weights have 256 columns; deep: experts
@@ -217,6 +218,8 @@ WGMMA_LEVELS: Rows[Tile] = (  # of both products
     ("", (128, 128, 6, 8)),
 )
 WGMMA_GEMM: Rows[Tile] = (  # of both products
+    ("planes m<=16 c256", (64, 256, 3, 4)),
+    ("planes c256", EIGHT_WARPS),
     ("m80 eight_warps c256", EIGHT_WARPS),
     ("m48 eight_warps c256", EIGHT_WARPS),
     ("eight_warps !m8 !m16 !m32 !c256", (128, 128, 4, 8)),

@@ -277,7 +277,7 @@ def workspace_shapes(M: int, problem: Problem) -> Workspaces:
 
 
 def missing_kernels(problem: Problem, machine: Machine) -> list[str]:
-    """Why the SM90 kernels for weights of 4 and 8 bits are left out of a layer that they serve."""
+    """Why the SM90 kernels for weights of 4 to 8 bits are left out of a layer that they serve."""
     if problem.kind != "experts" or machine.capability[0] != 9:
         return []
     forms = [form for form in map(operands.describe, problem.schemes) if form is not None]

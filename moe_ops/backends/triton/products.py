@@ -144,7 +144,7 @@ class MixedLayer(NamedTuple):
         return GatheredProducts(first, second, p.routing, y, summed=of_adapters.summed)
 
     def wgmma(self, a: ExpertsArgs, _: Shared | None = None) -> GatheredProducts:
-        """Products of weights of 4 and 8 bits by mixed_gemm/sm90_wgmma.py."""
+        """Products of weights of 4 to 8 bits by mixed_gemm/sm90_wgmma.py."""
         w13, w2, activation, rounding, config, gpu, split_k, adapted = self
         pairs, K, block_m = a.topk_ids.numel(), w2.N, config.block_m
         E = a.num_experts if a.options.slots else w2.E

@@ -19,11 +19,12 @@ FORMATS = (
     "int4_e4m3",
     "e2m1",
     "e2m1_words",
+    "int5",
+    "int6",
     "int8",
     "e4m3",
     *LEVELS,
-)  # of sm90_wgmma.py
-GEMV_FORMATS = (*FORMATS, "int5", "int6")  # of gemv.py
+)  # of sm90_wgmma.py and gemv.py
 MAX_SPLIT_K = 3  # programs that share the reduction of a tile of GEMM2, if it has few tiles
 SPLIT_ROWS = 1024  # rows of y in all SPLIT_K partial sums
 SCALED_SUMS = 32  # BLOCK_M up to which int4 with bf16 scales and zero points has sums scaled
@@ -40,6 +41,14 @@ def on_sm90(device: int) -> bool:
     if device < 0 or INTERPRETED or environment.capability(device)[0] != 9:
         return False
     return environment.why_no_gluon(environment.TRITON) is None
+
+
+def bits_were_compared(w: MixedOperand) -> bool:
+    """Whether tiles of sm90_wgmma.py were seen to give the same bits (benchmarks/
+    batch_invariant.py), as calls under `batch_invariant` ask for.
+    """
+    of = w.wgmma_format
+    return not of.high_bits and (of.name, of.scale) != ("int8", "weight")
 
 
 def token_slots(top_k: int) -> int:

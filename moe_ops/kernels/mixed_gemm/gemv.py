@@ -34,7 +34,7 @@ from moe_ops.kernels.launch import (
     kernel,
     unprefixed,
 )
-from moe_ops.kernels.mixed_gemm.configs import GEMV_FORMATS
+from moe_ops.kernels.mixed_gemm.configs import FORMATS
 from moe_ops.kernels.mixed_gemm.gemv_dot import (
     chunk_products,
     load_chunks,
@@ -386,7 +386,7 @@ def _why_not(
     """Why the kernels cannot run with such weights at any address, or None."""
     of_chunk = _columns_of_chunk(of)
     unit = 64 if of.bits == 6 else 128 if of.bits == 5 else of_chunk
-    if of.name not in GEMV_FORMATS or of.scale == "weight":
+    if of.name not in FORMATS or of.scale == "weight":
         return f"gemv takes no {of.name} weights whose scales are {of.scale!r}"
     if any([size % unit for size in columns]):
         return (

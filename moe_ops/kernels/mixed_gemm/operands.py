@@ -172,7 +172,8 @@ class MixedOperand(NamedTuple):
     @property
     def order(self) -> int:
         """W_BITS of device/permutation.py: the order of columns that sm90_wgmma.py takes."""
-        return 2 if self.format.name in LEVELS else self.format.bits
+        of = self.format
+        return 2 if of.name in LEVELS else 4 if of.high_bits else of.bits
 
     @property
     def streams(self) -> bool:
@@ -276,6 +277,9 @@ def _k_chunk(K: int, of: Format) -> int:
     and x is zero at those that belong to the chunk before. (Chunks of 64 columns, which 2880 is a
     multiple of, take twice as many loads of scales.)
     """
+    if of.high_bits:  # a unit of planes, of which shorter rows have smaller ones
+        unit = 128 // of.high_bits
+        return 0 if K % unit else unit
     if K % 64:
         return 0
     scaled = of.name in E2M1 or of.scale in ("weight", "minimum")

@@ -1,4 +1,4 @@
-"""Operands of the mixed GEMM on SM90: weights of 4 and 8 bits decoded to bf16 or e4m3 in the
+"""Operands of the mixed GEMM on SM90: weights of 4 to 8 bits decoded to bf16 or e4m3 in the
 register fragments that `wgmma` reads, and the order of columns in which no data moves between
 threads. Imported at first launch only.
 
@@ -16,7 +16,14 @@ instead of 17.
 
 from moe_ops.kernels.device.gluon import gl, gluon
 from moe_ops.kernels.device.permutation import log2
-from moe_ops.kernels.mixed_gemm.decode import in_pairs, is_e2m1, scale_above, scale_bf16x2
+from moe_ops.kernels.mixed_gemm.decode import (
+    high_bits,
+    in_pairs,
+    is_e2m1,
+    runs_of,
+    scale_above,
+    scale_bf16x2,
+)
 from moe_ops.kernels.mixed_gemm.levels import is_level
 from moe_ops.kernels.mixed_gemm.sm90_levels import load_pairs
 from moe_ops.meta.scales import rows_side_by_side
@@ -34,9 +41,12 @@ INT4_LOW_ABOVE_BITS, INT4_HIGH_ABOVE_BITS, INT4_OFFSET_ABOVE_BITS = (
 )
 
 
+HIGH_BYTES = gl.constexpr(16)  # of a chunk of a format in planes: a run of high bits
+
+
 @gluon.constexpr_function
 def weight_bits(FORMAT):
-    """Bits of a weight."""
+    """Bits of a weight, of formats in planes those of the low plane."""
     return 4 if in_pairs(FORMAT) else 8
 
 
@@ -98,6 +108,19 @@ def weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED):
     registers = [[0, 1 << i] for i in range(log2(CHUNK_BYTES // 4))] + registers
     lanes = [[0, CHUNK_BYTES // 4], [0, CHUNK_BYTES // 2], *lanes]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [BLOCK_N, CHUNK_BYTES])
+
+
+@gluon.constexpr_function
+def high_layout(BLOCK_N, RUNS, NUM_WARPS, GATED, INTERLEAVED):
+    """Layout of a chunk's bytes of high bits (BLOCK_N, HIGH_BYTES), with rows in the order of
+    memory: each thread has those of its low bytes, which the threads of RUNS runs share.
+    """
+    found = row_bases(BLOCK_N, NUM_WARPS, GATED, INTERLEAVED)
+    registers, lanes, warps = [[[row, 0] for row in rows] for rows in found]
+    quarter = RUNS * HIGH_BYTES.value // 4  # low bytes of a thread
+    registers = [[0, 1 << i] for i in range(log2(quarter))] + registers
+    lanes = [[0, n * quarter % HIGH_BYTES.value] for n in (1, 2)] + lanes
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [BLOCK_N, HIGH_BYTES.value])
 
 
 scale_rows = gluon.constexpr_function(rows_side_by_side)  # R of `scale_layout`
@@ -306,6 +329,41 @@ def sign_of(s):
     )
 
 
+@gluon.constexpr_function
+def planes_assembly(HIGH):
+    """What `decode_planes` runs: codes of even and of odd columns are put together four to a
+    word, and then two to a word.
+    """
+    mask = ((1 << HIGH) - 1 << 4) * 0x01010101
+    return f"""{{
+        .reg .b32 g, h, e, o, a, b, c, d;
+        shr.u32 g, $5, $10;
+        shl.b32 h, g, 4; and.b32 h, h, {mask:#x}; lop3.b32 e, $4, 0x0f0f0f0f, h, 0xea;
+        shr.u32 o, $4, 4; shl.b32 h, g, {4 - HIGH}; and.b32 h, h, {mask:#x};
+        lop3.b32 o, o, 0x0f0f0f0f, h, 0xea;
+        and.b32 a, e, 0x00ff00ff; prmt.b32 b, e, 0, 0x4341;
+        and.b32 c, o, 0x00ff00ff; prmt.b32 d, o, 0, 0x4341;
+        fma.rn.bf16x2 $0, a, $6, $8; fma.rn.bf16x2 $1, b, $7, $9;
+        fma.rn.bf16x2 $2, c, $6, $8; fma.rn.bf16x2 $3, d, $7, $9;
+        }}"""
+
+
+@gluon.jit
+def decode_planes(codes, high, place, scale, offset, FORMAT: gl.constexpr):
+    """(even columns, odd columns) in bf16: codes of low nibbles and of the high bits from bit
+    `place` of each byte of `high` on, times `scale`, times 2^-133, plus an offset.
+    """
+    ASSEMBLY: gl.constexpr = planes_assembly(high_bits(FORMAT))
+    return gl.inline_asm_elementwise(
+        ASSEMBLY,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r",
+        [codes, high, scale, offset, place],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
 @gluon.jit
 def decode_e2m1(codes, s):
     """(even columns, odd columns) in bf16: nibbles times 2^-126 times a scale (bf16) each."""
@@ -448,8 +506,44 @@ def decode_int4_weights(codes, s, zero, SCALE: gl.constexpr, HAS_ZERO: gl.conste
 
 
 @gluon.jit
+def decode_plane_weights(
+    codes, high, s, zero, NUM_WARPS: gl.constexpr, FORMAT: gl.constexpr, HAS_ZERO: gl.constexpr
+):  # fmt: skip
+    """`decode_weights` of int5 and int6, times 2^-64: `codes` (BLOCK_N, GROUPS, bytes of a group)
+    of low bits, `high` (BLOCK_N, HIGH_BYTES). Scales are rounded to bf16; a minimum beside them
+    is that of codes less their middle, which is small, so that its rounding is, too.
+    """
+    SHAPE: gl.constexpr = codes.shape
+    BLOCK_N: gl.constexpr = high.shape[0]
+    RUNS: gl.constexpr = runs_of(FORMAT)
+    OF_RUNS: gl.constexpr = (BLOCK_N, RUNS, HIGH_BYTES.value)
+    LAYOUT: gl.constexpr = grouped_layout(BLOCK_N, RUNS * HIGH_BYTES.value, NUM_WARPS, RUNS)
+    high = gl.convert_layout(high, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    high = gl.expand_dims(high, 1).broadcast_to(OF_RUNS).reshape(SHAPE)
+    high = gl.convert_layout(high, codes.type.layout, assert_trivial=True)
+    run = gl.arange(0, RUNS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    place = gl.expand_dims(gl.expand_dims(run * (8 // RUNS), 0), 2).broadcast_to(OF_RUNS)
+    place = gl.convert_layout(place.reshape(SHAPE), codes.type.layout, assert_trivial=True)
+    MIDDLE: gl.constexpr = 8.0 * (1 << high_bits(FORMAT))
+    wide = s.to(gl.float32)
+    if HAS_ZERO:
+        one = gl.full(s.shape, 0, gl.int16, s.type.layout)
+        low = over_group(constant(one, INT4_LOW_BITS), SHAPE)
+        offset = over_group(wide * 0.0 - MIDDLE * INT4_ONE, SHAPE)
+        w0, w1 = decode_planes(codes, high, place, low, offset, FORMAT)
+        middle = over_group((zero.to(gl.float32) + MIDDLE * wide) * INT4_ONE, SHAPE)
+        scale = over_group(s, SHAPE)
+        return gl.fma(w0, scale, middle), gl.fma(w1, scale, middle)
+    else:
+        low = over_group(wide * INT4_LOW, SHAPE)
+        offset = over_group(wide * (-MIDDLE * INT4_ONE), SHAPE)
+        return decode_planes(codes, high, place, low, offset, FORMAT)
+
+
+@gluon.jit
 def decode_weights(
     codes,  # (BLOCK_N, CHUNK_BYTES) uint8, rows in the accumulator's order
+    high,  # (BLOCK_N, HIGH_BYTES) uint8 of formats in planes, likewise; else None
     s,  # scales (BLOCK_N, GROUPS), or two in each element
     zero,  # zero points or minima (BLOCK_N, GROUPS); not used without HAS_ZERO
     pairs,  # `place_of_pairs` of levels; not used otherwise
@@ -463,8 +557,8 @@ def decode_weights(
     scales if SCALE says that weights are scaled, which are rounded to bf16.
 
     For 8-bit formats both are all columns. e2m1 is multiplied by 2^-32 or 2^-8 (`scale_bf16x2`),
-    int4 and whole levels by 2^-64, and levels are in units of their table. int4 weights with e4m3
-    scales are rounded to e4m3 (`scale_above`).
+    integers below 8 bits and whole levels by 2^-64, and levels are in units of their table. int4
+    weights with e4m3 scales are rounded to e4m3 (`scale_above`).
     """
     BLOCK_N: gl.constexpr = codes.shape[0]
     CHUNK_BYTES: gl.constexpr = codes.shape[1]
@@ -487,6 +581,8 @@ def decode_weights(
             s = over_group(s, SHAPE)
             w0 *= s
             w1 *= s
+    elif high is not None:
+        w0, w1 = decode_plane_weights(codes, high, s, zero, NUM_WARPS, FORMAT, HAS_ZERO)
     elif FORMAT == "e4m3":
         w0 = decode_e4m3(codes)
         w1 = w0

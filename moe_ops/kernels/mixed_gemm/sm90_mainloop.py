@@ -1,5 +1,5 @@
 """The mainloop of the mixed GEMM on SM90: activations of 16 bits, or in e4m3, times weights of 4
-and 8 bits. Imported at first launch only.
+to 8 bits. Imported at first launch only.
 
 Weights are the left operand of `wgmma`, from registers, and tokens the right operand, from shared
 memory: each weight is decoded once for all tokens of a block. A producer warp fills a ring buffer
@@ -8,8 +8,8 @@ mbarriers alone. (If a consumer thread issued the copies, the compiler would put
 memory accesses into each K tile, which waits for the scales just prefetched.) Depending on the
 tile, and with everything included, this takes 1.7 to 2.0 instructions a weight for int4, also with
 minima of bf16, 2.3 to 2.7 with zero points if weights are scaled, 2.6 to 2.9 with scales and
-minima in two levels, 2.8 to 3.1 for e2m1, 2.0 to 2.5 for prepared e2m1, 2.8 to 3.4 for iq4, and
-3.8 to 4.2 for other levels.
+minima in two levels, 2.8 to 3.1 for e2m1, 2.0 to 2.5 for prepared e2m1, 2.8 to 3.4 for iq4,
+3.8 to 4.2 for other levels, and 3.5 to 3.9 for int5 and int6.
 
 FORMAT and SCALE as in sm80_mma.py; K_CHUNK and the accumulator's order of rows and columns as in
 sm90_decode.py.
@@ -26,7 +26,14 @@ from moe_ops.kernels.device.gluon import (
     warpgroup_mma_wait,
 )
 from moe_ops.kernels.device.pdl import gdc_wait
-from moe_ops.kernels.mixed_gemm.decode import SUPER, factors_above, half, is_e2m1
+from moe_ops.kernels.mixed_gemm.decode import (
+    SUPER,
+    factors_above,
+    half,
+    high_bits,
+    is_e2m1,
+    runs_of,
+)
 from moe_ops.kernels.mixed_gemm.levels import is_level, level_unit
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
     decode_products,
@@ -34,6 +41,7 @@ from moe_ops.kernels.mixed_gemm.sm90_decode import (
     fragment,
     grouped_layout,
     groups_per_chunk,
+    high_layout,
     operand_bits,
     permute_rows,
     scale_layout,
@@ -105,7 +113,7 @@ def unshifted(acc, FORMAT: gl.constexpr, SCALE: gl.constexpr):
         acc *= E8M0_SHIFT if SCALE == "e8m0" else E4M3_SHIFT
     elif is_level(FORMAT):
         acc *= level_unit(FORMAT)
-    elif FORMAT == "int4":
+    elif FORMAT == "int4" or high_bits(FORMAT) > 0:
         acc *= INT4_SHIFT
     return acc
 
@@ -343,7 +351,7 @@ def hand_tile(handed, i, e, first, end, n):
 
 @gluon.jit
 def load_weights(
-    w, w_scales, w_smem, s_smem, full, slot, k_tile, pred, e, row, K,
+    w, w_high, w_scales, w_smem, h_smem, s_smem, full, slot, k_tile, pred, e, row, K,
     STAGE_BYTES: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Issue the copies of a K tile's weights, after telling the slot's mbarrier how many bytes to
@@ -356,6 +364,8 @@ def load_weights(
     mbarrier.expect(full.index(slot), STAGE_BYTES, pred)
     stage = w_smem.index(slot)
     async_load(w, [e, at, 0, row, 0], full.index(slot), stage, pred)
+    if w_high is not None:
+        async_load(w_high, [e, at, 0, row, 0], full.index(slot), h_smem.index(slot), pred)
     if w_scales is not None:
         stage = s_smem.index(slot)
         row = row // scale_rows(SCALE_GROUP)
@@ -392,18 +402,18 @@ def slot_before(slot, NUM_STAGES: gl.constexpr):
 
 @gluon.jit
 def load_tile(
-    x, x_more, w, w_scales, ring, slot, phase, e, first, end, row, k_begin, k_end, K,
+    x, x_more, w, w_high, w_scales, ring, slot, phase, e, first, end, row, k_begin, k_end, K,
     STAGE_BYTES: gl.constexpr, SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy K tiles of a tile into the ring buffer's slots, from `slot` on, as they become empty.
     Returns the next slot, and the phase of its mbarriers.
     """
-    x_smem, more_smem, w_smem, s_smem, full, empty = ring
+    x_smem, more_smem, w_smem, h_smem, s_smem, full, empty = ring
     for k_tile in range(k_begin, k_end):
         mbarrier.wait(empty.index(slot), phase)
         load_weights(
-            w, w_scales, w_smem, s_smem, full, slot, k_tile, True, e, row, K,
+            w, w_high, w_scales, w_smem, h_smem, s_smem, full, slot, k_tile, True, e, row, K,
             STAGE_BYTES, SCALE_GROUP, K_CHUNK,
         )  # fmt: skip
         load_tokens(x, x_more, x_smem, more_smem, full, slot, k_tile, True, first, end)
@@ -413,8 +423,8 @@ def load_tile(
 
 @gluon.jit
 def producer(
-    x, x_more, w, w_scales, ring, handed, index_ptr, num_blocks, taken_ptr, e, first, end, n,
-    tiles_per_block, K,
+    x, x_more, w, w_high, w_scales, ring, handed, index_ptr, num_blocks, taken_ptr, e, first, end,
+    n, tiles_per_block, K,
     TILE_ROWS: gl.constexpr, SPLIT_K: gl.constexpr, GROUP_M: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGE_BYTES: gl.constexpr,
     SCALE_GROUP: gl.constexpr, K_CHUNK: gl.constexpr, NUM_STAGES: gl.constexpr,
@@ -427,14 +437,14 @@ def producer(
     So short rows cost no time in which nothing is copied. (Programs with fixed tiles end at
     different times.)
     """
-    x_smem, more_smem, w_smem, s_smem, full, _ = ring
+    x_smem, more_smem, w_smem, h_smem, s_smem, full, _ = ring
     k_tiles = gl.cdiv(K, BLOCK_K)
     k_begin, k_end = share_of(n, k_tiles, SPLIT_K)
     row = n // SPLIT_K * TILE_ROWS
     for i in gl.static_range(NUM_STAGES):
         load_weights(
-            w, w_scales, w_smem, s_smem, full, i, k_begin + i, k_begin + i < k_end, e, row, K,
-            STAGE_BYTES, SCALE_GROUP, K_CHUNK,
+            w, w_high, w_scales, w_smem, h_smem, s_smem, full, i, k_begin + i,
+            k_begin + i < k_end, e, row, K, STAGE_BYTES, SCALE_GROUP, K_CHUNK,
         )  # fmt: skip
     gdc_wait(PDL)
     for i in gl.static_range(NUM_STAGES):
@@ -445,8 +455,8 @@ def producer(
     # a slot that is filled for the first time is waited for in the phase before its first one
     slot, phase = loaded % NUM_STAGES, (loaded < NUM_STAGES).to(gl.int32)
     slot, phase = load_tile(
-        x, x_more, w, w_scales, ring, slot, phase, e, first, end, row, k_begin + loaded, k_end, K,
-        STAGE_BYTES, SCALE_GROUP, K_CHUNK, NUM_STAGES,
+        x, x_more, w, w_high, w_scales, ring, slot, phase, e, first, end, row, k_begin + loaded,
+        k_end, K, STAGE_BYTES, SCALE_GROUP, K_CHUNK, NUM_STAGES,
     )  # fmt: skip
     programs = gl.num_programs(0)
     if MAX_UNSORTED_PAIRS:
@@ -474,7 +484,7 @@ def producer(
                 i += 1
                 k_begin, k_end = share_of(n, k_tiles, SPLIT_K)
                 slot, phase = load_tile(
-                    x, x_more, w, w_scales, ring, slot, phase, e, first, end,
+                    x, x_more, w, w_high, w_scales, ring, slot, phase, e, first, end,
                     n // SPLIT_K * TILE_ROWS, k_begin, k_end, K,
                     STAGE_BYTES, SCALE_GROUP, K_CHUNK, NUM_STAGES,
                 )  # fmt: skip
@@ -554,7 +564,7 @@ def split_rows(t):
 
 @gluon.jit
 def issue_wgmma(
-    codes, scale, zero, products_ptr, x0, x1, acc,
+    codes, high, scale, zero, products_ptr, x0, x1, acc,
     GROUPS: gl.constexpr, NUM_WARPS: gl.constexpr, FORMAT: gl.constexpr, SCALE: gl.constexpr,
     PROMOTE: gl.constexpr, HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
@@ -566,7 +576,7 @@ def issue_wgmma(
         w0, w1 = decode_products(codes, scale, products_ptr, NUM_WARPS, A)
     else:
         w0, w1 = decode_weights(
-            codes, scale, zero, products_ptr, GROUPS, NUM_WARPS, FORMAT, SCALE, HAS_ZERO
+            codes, high, scale, zero, products_ptr, GROUPS, NUM_WARPS, FORMAT, SCALE, HAS_ZERO
         )
         w0, w1 = fragment(w0, A), fragment(w1, A)
     d = warpgroup_mma(w0, x0, acc, use_acc=not PROMOTE, is_async=True)
@@ -672,11 +682,12 @@ def consume(
     thread. STREAM: so is the first chunk of a K tile, while the last one of the K tile before is,
     whose slot it then frees. The sums must need no scales, and threads have rows of both halves.
     """
-    w_chunks, x_operands, more_operands, s_chunks, full, empty = ring
+    w_chunks, h_chunks, x_operands, more_operands, s_chunks, full, empty = ring
     MMA: gl.constexpr = accumulator_layout(FORMAT, BLOCK_M, NUM_WARPS)
     CHUNK_BYTES: gl.constexpr = w_chunks.shape[2]
     MMAS: gl.constexpr = K_CHUNK // CHUNK_BYTES  # products of a chunk, each with an operand of x
     WEIGHT: gl.constexpr = weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED)
+    HIGH: gl.constexpr = high_layout(BLOCK_N, runs_of(FORMAT), NUM_WARPS, GATED, INTERLEAVED)
     ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # rows decoded at a time
     CHUNKS: gl.constexpr = BLOCK_K // K_CHUNK
     GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)
@@ -721,6 +732,10 @@ def consume(
             for j in gl.static_range(CHUNKS):
                 codes = w_chunks.index(slot * CHUNKS + j).load(WEIGHT)
                 codes = permute_rows(codes, GATED, INTERLEAVED)
+                high = None
+                if h_chunks is not None:
+                    high = h_chunks.index(slot * CHUNKS + j).load(HIGH)
+                    high = permute_rows(high, GATED, INTERLEAVED)
                 operand = (slot * CHUNKS + j) * MMAS
                 x0 = x_operands.index(operand).permute((1, 0))
                 x1 = x_operands.index(operand + MMAS - 1).permute((1, 0))
@@ -747,7 +762,7 @@ def consume(
                         z = z.to(gl.float32) * gl.expand_dims(half(factor >> 16), 1)
                 if ROWS == BLOCK_N:
                     d, w0, w1 = issue_wgmma(
-                        codes, s, z, products_ptr, x0, x1, acc0,
+                        codes, high, s, z, products_ptr, x0, x1, acc0,
                         GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                     )  # fmt: skip
                     if MORE_M:
@@ -766,10 +781,13 @@ def consume(
                         pending, pending_scale = d, s
                 else:
                     codes0, codes1 = split_rows(codes)
+                    high0, high1 = None, None
+                    if h_chunks is not None:
+                        high0, high1 = split_rows(high)
                     s0, s1 = split_rows(s)
                     z0, z1 = split_rows(z)
                     d0, a0, a1 = issue_wgmma(
-                        codes0, s0, z0, products_ptr, x0, x1, acc0,
+                        codes0, high0, s0, z0, products_ptr, x0, x1, acc0,
                         GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                     )  # fmt: skip
                     if MORE_M:
@@ -791,7 +809,7 @@ def consume(
                             pending = warpgroup_mma_wait(PENDING, [pending])
                         acc1 = accumulate(acc1, pending, pending_scale, FORMAT, PROMOTE)
                     d1, w0, w1 = issue_wgmma(
-                        codes1, s1, z1, products_ptr, x0, x1, acc1,
+                        codes1, high1, s1, z1, products_ptr, x0, x1, acc1,
                         GROUPS, NUM_WARPS, FORMAT, SCALE, PROMOTE, HAS_ZERO,
                     )  # fmt: skip
                     if MORE_M:

@@ -516,6 +516,7 @@ def token_products(
             wait_warp_copies(DEPTH - 1 - j % STEP)
             w0, w1 = decode_weights(
                 bytes_of_words(codes[j].load(WORDS)),
+                None,
                 s,
                 z,
                 None,

@@ -1,4 +1,4 @@
-"""The two grouped GEMMs of bf16 activations and weights of 4 and 8 bits by `wgmma`, and the
+"""The two grouped GEMMs of bf16 activations and weights of 4 to 8 bits by `wgmma`, and the
 permutation of tokens before them: on SM90, for more than one token, of int4_w4a8 for one, too.
 Imported at first launch only, if the installed Triton compiles Gluon (`configs.on_sm90`).
 
@@ -78,6 +78,7 @@ from moe_ops.kernels.mixed_gemm.operands import (
     MixedStrides,
 )
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
+    HIGH_BYTES,
     operand_bits,
     scale_rows,
     weight_bits,
@@ -719,6 +720,7 @@ def run_tiles(
     x,  # descriptors: see Descriptors
     x_more,
     w,
+    w_high,
     w_scales,
     e,  # of this program's first tile, from `first_tile`, like the next three
     first,
@@ -770,7 +772,10 @@ def run_tiles(
     CHUNK_BYTES: gl.constexpr = K_CHUNK * weight_bits(FORMAT) // 8
     S_BYTES: gl.constexpr = 0 if w_scales is None else K_CHUNK // SCALE_GROUP  # of a row
     X_BYTES: gl.constexpr = (BLOCK_M + MORE_M) * K_CHUNK * 2
-    STAGE_BYTES: gl.constexpr = BLOCK_K // K_CHUNK * (BLOCK_N * (CHUNK_BYTES + S_BYTES) + X_BYTES)
+    H_BYTES: gl.constexpr = 0 if w_high is None else HIGH_BYTES.value
+    STAGE_BYTES: gl.constexpr = (
+        BLOCK_K // K_CHUNK * (BLOCK_N * (CHUNK_BYTES + H_BYTES + S_BYTES) + X_BYTES)
+    )
     X_COLUMNS: gl.constexpr = x.block_shape[3]
     w_smem = gl.allocate_shared_memory(gl.uint8, [NUM_STAGES] + w.block_shape, w.layout)
     x_smem = gl.allocate_shared_memory(x.dtype, [NUM_STAGES] + x.block_shape, x.layout)
@@ -786,6 +791,17 @@ def run_tiles(
         [NUM_STAGES * x.block_shape[0], BLOCK_M, X_COLUMNS],
         gl.NVMMASharedLayout(2 * CHUNK_BYTES, operand_bits(FORMAT), 2),
     )
+    h_smem, h_chunks = None, None
+    if w_high is not None:
+        h_smem = gl.allocate_shared_memory(
+            gl.uint8, [NUM_STAGES] + w_high.block_shape, w_high.layout
+        )
+        h_chunks = reinterpret(
+            h_smem,
+            gl.uint8,
+            [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N, H_BYTES],
+            gl.NVMMASharedLayout(0, 8, 2),
+        )
     more_smem, more_operands = None, None
     if x_more is not None:
         more_smem = gl.allocate_shared_memory(
@@ -819,7 +835,7 @@ def run_tiles(
     gl.warp_specialize(
         [
             (consumer, (
-                (w_chunks, x_operands, more_operands, s_chunks, full, empty),
+                (w_chunks, h_chunks, x_operands, more_operands, s_chunks, full, empty),
                 handed, e, first, end, n, out, columns, K, index_ptr, num_blocks, scales, zeros,
                 factors, biases, products_ptr, x_scale_ptr,
                 ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, FORMAT, SCALE, SCALE_GROUP, SPLIT_K,
@@ -827,7 +843,8 @@ def run_tiles(
                 NUM_WARPS, OVERLAP, STREAM, SEGMENTS, MAX_UNSORTED_PAIRS > 0,
             )),
             (producer, (
-                x, x_more, w, w_scales, (x_smem, more_smem, w_smem, s_smem, full, empty), handed,
+                x, x_more, w, w_high, w_scales,
+                (x_smem, more_smem, w_smem, h_smem, s_smem, full, empty), handed,
                 index_ptr, num_blocks, taken_ptr, e, first, end, n, tiles_per_block, K,
                 TILE_ROWS, SPLIT_K, GROUP_M, BLOCK_M + MORE_M, BLOCK_K, STAGE_BYTES, SCALE_GROUP,
                 K_CHUNK, NUM_STAGES, MAX_UNSORTED_PAIRS, PDL,
@@ -875,7 +892,8 @@ class Descriptors(NamedTuple):
 
     x: Descriptor  # (S, K in whole chunks)
     x_more: Descriptor  # likewise, for the rows of MORE_M; or None
-    w: Descriptor  # (E, N, K)
+    w: Descriptor  # (E, N, K), of formats in planes the low bits
+    w_high: Descriptor  # the high bits of these, or None
     w_scales: Descriptor  # scales in the order of prepared weights, or None
 
 
@@ -908,6 +926,7 @@ def moe_ops_wgmma_gemm1(
     x,
     x_more,
     w,
+    w_high,
     w_scales,
     w_scale_ptr,
     w_zero_ptr,
@@ -977,7 +996,7 @@ def moe_ops_wgmma_gemm1(
         exit_without_tile(PDL)
         return
     run_tiles(
-        x, x_more, w, w_scales, e, first, end, n, tiles_per_block,
+        x, x_more, w, w_high, w_scales, e, first, end, n, tiles_per_block,
         taken_ptr(index_ptr, S, 0, MAX_UNSORTED_PAIRS),
         (h_ptr, added_ptr, top_k, topk_weights_ptr, topk_weights_stride_m, topk_weights_stride_k,
          alpha, beta, limit), I, K, index_ptr, num_blocks,
@@ -1015,6 +1034,7 @@ def moe_ops_wgmma_gemm2(
     x,
     x_more,
     w,
+    w_high,
     w_scales,
     w_scale_ptr,
     w_zero_ptr,
@@ -1076,7 +1096,7 @@ def moe_ops_wgmma_gemm2(
         exit_without_tile(PDL)
         return
     run_tiles(
-        x, x_more, w, w_scales, e, first, end, n, tiles_per_block,
+        x, x_more, w, w_high, w_scales, e, first, end, n, tiles_per_block,
         taken_ptr(index_ptr, S, 1, MAX_UNSORTED_PAIRS), (y_ptr, S), N, K, index_ptr, num_blocks,
         (w_scale_ptr, w_scale_stride_e, w_scale_stride_n, w_scale_stride_g),
         (w_zero_ptr, w_zero_stride_e, w_zero_stride_n, w_zero_stride_g),
@@ -1096,7 +1116,8 @@ def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtyp
     if of.name not in FORMATS:
         return f"weights must have one of the formats {', '.join(FORMATS)}, got {of.name}"
     if k_chunk == 0:
-        return f"rows of weights must have a multiple of 64 columns, got {K}"
+        columns = 64 * (1 + (of.high_bits == 1))
+        return f"rows of weights must have a multiple of {columns} columns, got {K}"
     if of.bits == 8 and of.scale not in ("end", "sum", "block", "weight"):
         return f"8-bit weights must have scales of sums or weights, got {of.scale!r}"
     if of.scale in ("sum", "block") and of.group % k_chunk:
@@ -1168,6 +1189,7 @@ def chunk_boxes(
     chunks: int,
     block_rows: int,
     itemsize: int,
+    step: int = 0,  # of formats in planes: the bytes of a chunk, of which each plane has some
 ) -> Boxes:
     """Boxes of `chunks` chunks of `block_rows` rows, of a tensor (E, rows, row) whose rows have
     chunks of `size` elements and are `halves` equal parts.
@@ -1177,11 +1199,13 @@ def chunk_boxes(
     """
     E, N, row = shape
     stride_e, stride_n, _ = strides
-    step = size if row % size == 0 else size // 2  # from one chunk described to the next
+    if not step:  # from one chunk described to the next
+        step = size if row % size == 0 else size // 2
     described = [E, (row - size) // step + 1, halves, N // halves, size]
     apart = [stride_e, step, N // halves * stride_n, stride_n, 1]
     box = [1, chunks, halves, block_rows // halves, size]
-    return Boxes(described, apart, box, _layout(size * itemsize, 8 * itemsize, 5))
+    swizzled = size * itemsize if size * itemsize >= 32 else 0  # bytes, if 16 are side by side
+    return Boxes(described, apart, box, _layout(swizzled, 8 * itemsize, 5))
 
 
 def token_boxes(
@@ -1239,6 +1263,7 @@ class _Prepared(NamedTuple):
     x: Boxes
     x_more: Boxes | None
     w: Boxes
+    w_high: Boxes | None  # from the first byte of high bits on
     w_scales: Boxes | None
     maxnreg: int
     programs: int  # of which those that are expected to have a tile run at once
@@ -1283,7 +1308,9 @@ def _prepare(
         config = beside_pairs(config, block_m, block_k)
     block_n, _, num_stages, num_warps = config
     K = row_bytes * 8 // of.bits
-    chunk_bytes = k_chunk * of.bits // 8
+    chunk_bytes, step = k_chunk * of.bits // 8, 0
+    if of.high_bits:
+        chunk_bytes, step = k_chunk // 2, chunk_bytes
     tiles_per_block = split_k * cdiv(N, block_n)
     blocks = expected_blocks(pairs, experts, num_ids, block_m)
     steps = cdiv(cdiv(K, block_k), split_k)
@@ -1294,7 +1321,10 @@ def _prepare(
     if unsorted:
         pairs_here = pairs * experts / num_ids
         programs = pairs * programs_of_pair(programs, blocks, pairs_here, tiles_per_block)
-    w_scales = None
+    w_high = w_scales = None
+    if of.high_bits:
+        high = HIGH_BYTES.value
+        w_high = chunk_boxes(shape, strides, high, halves, chunks, block_n, 1, step)
     if scale_shape is not None:
         rows, itemsize = rows_side_by_side(of.group), 2 if of.scale == "e4m3" else 1
         w_scales = chunk_boxes(
@@ -1316,7 +1346,8 @@ def _prepare(
         ),
         token_boxes(*facts, columns, of.x_bits),
         more,
-        chunk_boxes(shape, strides, chunk_bytes, halves, chunks, block_n, 1),
+        chunk_boxes(shape, strides, chunk_bytes, halves, chunks, block_n, 1, step),
+        w_high,
         w_scales,
         held.registers,
         programs,
@@ -1332,6 +1363,7 @@ class _Operand(NamedTuple):
     """A weight as a GEMM takes it."""
 
     w: Any  # descriptor
+    w_high: Any  # descriptor of the high bits of formats in planes, or None
     w_scales: Any  # descriptor of scales in the order of prepared weights, or None
     pointers: MixedPointers  # all other scales
     strides: MixedStrides
@@ -1375,15 +1407,17 @@ def _operand(
         *(scale_shape, scale_strides),
         *(halves, config, block_m, split_k, pairs.S, pairs.E, pairs.num_ids, gpu),
     )
-    w_scales = None
+    w_high = w_scales = None
+    if prepared.w_high is not None:
+        w_high = prepared.w_high.of(data[..., k_chunk // 2 :])
     if elements is not None and prepared.w_scales is not None:
         w_scales = prepared.w_scales.of(elements)
-    return _Operand(prepared.w.of(data), w_scales, pointers, strides, prepared)
+    return _Operand(prepared.w.of(data), w_high, w_scales, pointers, strides, prepared)
 
 
-def _descriptors(prepared: _Prepared, x: Tensor, w: Any, w_scales: Any) -> Descriptors:
+def _descriptors(prepared: _Prepared, x: Tensor, *weights: Any) -> Descriptors:
     more = prepared.x_more
-    return Descriptors(prepared.x.of(x), None if more is None else more.of(x), w, w_scales)
+    return Descriptors(prepared.x.of(x), None if more is None else more.of(x), *weights)
 
 
 def permute_tokens(
@@ -1499,7 +1533,7 @@ def gemm1(
     gated = activation.GATED
     halves = 2 if gated and not activation.INTERLEAVED else 1
     pairs, pair_strides = routing
-    w, w_scales, pointers, strides, prepared = _operand(
+    w, w_high, w_scales, pointers, strides, prepared = _operand(
         w13, halves, config, block_m, 1, pairs, gpu
     )
     if w2 is None:
@@ -1510,7 +1544,7 @@ def gemm1(
         hidden = HiddenRows(h, added, h_chunk, w2.order, I % h_chunk > 0)
     args = Gemm1(
         hidden=hidden,
-        descriptors=_descriptors(prepared, x, w, w_scales),
+        descriptors=_descriptors(prepared, x, w, w_high, w_scales),
         pointers=pointers,
         products=products_on(w13),
         x_scale=x_scale,
@@ -1546,13 +1580,13 @@ def gemm2(
     scales. h is sorted by expert, y has the order of the pairs.
     """
     pairs, pair_strides = routing
-    w, w_scales, pointers, strides, prepared = _operand(
+    w, w_high, w_scales, pointers, strides, prepared = _operand(
         w2, 1, config, block_m, split_k, pairs, gpu
     )
     N = w2.N
     args = Gemm2(
         y=y,
-        descriptors=_descriptors(prepared, h, w, w_scales),
+        descriptors=_descriptors(prepared, h, w, w_high, w_scales),
         pointers=pointers,
         products=products_on(w2),
         x_scale=h_scale,

@@ -17,7 +17,7 @@ from moe_ops.choose.table import LayerSizes, override
 from moe_ops.kernels import launch
 from moe_ops.kernels.configs import GEMV, GemmConfig, LayerConfig
 from moe_ops.kernels.launch import gpu
-from moe_ops.kernels.mixed_gemm.configs import GEMV_FORMATS as DOTTED
+from moe_ops.kernels.mixed_gemm.configs import FORMATS as DOTTED
 from moe_ops.kernels.mixed_gemm.operands import describe
 from moe_ops.schemes import get_scheme
 from tests.kernels.gemm.test_gemv import amid_nan, off_by, steps_of

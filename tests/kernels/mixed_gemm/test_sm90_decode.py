@@ -31,6 +31,8 @@ import triton.language as tl
 from moe_ops.backends.triton.relayout import from_words, to_words
 from moe_ops.kernels.device import permutation
 from moe_ops.kernels.mixed_gemm import sm90_decode, sm90_mainloop, sm90_packed, sm90_wgmma
+from moe_ops.numerics.elements import pack
+from moe_ops.schemes import ELEMENT_FORMATS
 from tests.kernels.mixed_gemm.test_sm90_wgmma import INT4_NUMBERS, columns_at
 
 SOURCE = "mixed_gemm/sm90_decode.py"
@@ -147,6 +149,78 @@ def test_planes_in_the_order_of_columns(high):
         operands = [register(float(n)) for n in (s, m - 128 * s)]
         found = execute(assembly[1], "=r,=r,=r,=r,r,r,r,r", low, above, *operands)
         assert_rounded_once([n for one in found for n in halves(one)], codes, s, m)
+
+
+@pytest.mark.parametrize("high", [1, 2])
+@pytest.mark.parametrize("scale", [1.0, 0.0123, -3.7])
+def test_planes(high, scale):
+    """Beside high bits of other runs, rounded once, as (code - middle) * scale."""
+    assembly, middle = sm90_decode.planes_assembly(high), 8 << high
+    one, s = sm90_decode.INT4_ONE.value, torch.tensor(scale, dtype=BF16)
+    numbers = in_pairs(s * sm90_decode.INT4_LOW.value, s * (-middle * one))
+    constraints = "=&r,=&r,=&r,=&r" + 10 * ",r"
+    for low, above in zip(words(64), reversed(words(64)), strict=True):
+        for place in range(0, 8, 2 * high):
+            at = [(8 * byte, n) for n in (0, 1) for byte in (0, 2, 1, 3)]  # even columns first
+            codes = [
+                (low >> bit + 4 * n & 15) | (above >> bit + place + high * n & 2**high - 1) << 4
+                for bit, n in at
+            ]
+            found = execute(assembly, constraints, low, above, *numbers, *[place] * 4)
+            expected = (torch.tensor(codes).double() - middle) * s.double() * one
+            assert [n for word in found for n in halves(word)] == expected.to(BF16).tolist()
+
+
+@pytest.mark.parametrize("minimum", [False, True])
+@pytest.mark.parametrize("name, group", [("int5", 32), ("int6", 16)])
+def test_planes_of_a_chunk(name, group, minimum):
+    """The kernel's own steps, on codes that `pack` has put in planes: each has its high bits, its
+    group's scale and minimum."""
+    form, g, one = ELEMENT_FORMATS[name], torch.Generator().manual_seed(0), 2.0**-64
+    K, high, rows = 128 // form.high_bits, form.high_bits, 4
+    middle = 8 << high
+    codes = torch.randint(0, 2**form.bits, (rows, K), generator=g, dtype=torch.uint8)
+    data = pack(codes, form)
+    low, above = data[:, : K // 2].view(rows, K // group, group // 2), data[:, K // 2 :]
+    s = torch.rand(rows, K // group, generator=g) + 0.5
+    zero = (-middle * s + torch.randn(s.shape, generator=g)).to(FP32)
+
+    def decode_planes(low, above, place, scale, offset, form):
+        bits = above.int() >> place
+        both = [(low >> 4 * n & 15).int() | (bits >> high * n & 2**high - 1) << 4 for n in (0, 1)]
+        return [(c * 2.0**-133 * scale.double() + offset.double()).to(BF16) for c in both]
+
+    gl = SimpleNamespace(
+        **{"float32": FP32, "bfloat16": BF16, "int16": torch.int16},
+        expand_dims=torch.unsqueeze,
+        convert_layout=lambda t, *_, **__: t,
+        SliceLayout=lambda *_: None,
+        arange=lambda start, end, _: torch.arange(start, end),
+        fma=lambda a, b, c: (a.double() * b.double() + c.double()).to(BF16),
+        full=lambda shape, *_: torch.zeros(shape),
+    )
+    names = "INT4_LOW INT4_ONE INT4_LOW_BITS HIGH_BYTES"
+    values = {n: getattr(sm90_decode, n).value for n in names.split()}
+    values["HIGH_BYTES"] = SimpleNamespace(value=values["HIGH_BYTES"])
+    parts = {
+        "constant": lambda like, bits: (
+            torch.tensor(bits, dtype=torch.int16).view(BF16).expand(like.shape)
+        ),
+        "over_group": sm90_decode.over_group.fn,
+        "grouped_layout": lambda *_: None,
+    }
+    for tensor in (s, low):
+        tensor.__dict__["type"] = SimpleNamespace(layout=None)
+    with mock.patch.multiple(sm90_decode, gl=gl, decode_planes=decode_planes, **parts, **values):
+        found = sm90_decode.decode_plane_weights.fn(low, above, s, zero, 4, name, minimum)
+    w = torch.stack([each.flatten(1) for each in found], -1).flatten(1).double() / one
+    by_column = [each.double().repeat_interleave(group, 1) for each in (s, zero)]
+    want = codes * by_column[0] + by_column[1]
+    if not minimum:
+        want = (codes.double() - middle) * by_column[0]
+    # a scale and a weight are rounded to bf16, and a minimum of codes less their middle
+    most = 2.0**-8 * ((codes.double() - middle).abs() * by_column[0] + want.abs() + 8)
+    assert ((w - want).abs() <= most).all()
 
 
 def test_int4_rounded_to_e4m3():

@@ -431,7 +431,7 @@ gpu = c.gpu_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "int4_w4a8": "gelu"}
 cases |= {"fp8_w8a16:block": "relu2_no_mul"}
 cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
-cases |= {"int8_w8a16:g32:zp": "silu"}
+cases |= {"int8_w8a16:g32:zp": "silu", "int6_w6a16:g16": "silu", "int5_w5a16:g32:min": "silu"}
 cases |= {"int8_w8a16:channel": "silu", "int4_w4a16:g128:zp": "silu", "nf4_w4a16:g64": "silu"}
 streamed = 0
 for scheme, activation in cases.items():
@@ -458,7 +458,7 @@ for scheme, activation in cases.items():
     ):
         prepared = block_m != 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
         layout = "triton_e2m1" if prepared else ""
-        whole = scheme in ("int4_w4a8", "int4_w4a16:g128:zp")
+        whole = scheme in ("int4_w4a8", "int4_w4a16:g128:zp", "int5_w5a16:g32:min")
         sizes = (4, 2, 512, 384 if whole else 320)
         if block_m == 8 and gemm.block_n == 128:  # long rows, which are streamed
             sizes = (4, 2, 4096, 4096)
@@ -711,6 +711,8 @@ GPU_SCHEMES += ["int4_w4a16:g32:super:min", "iq4_w4a16:g32:super"]
 GPU_SCHEMES += ["int4_w4a16:g32:min", "int4_w4a16:g128:min", "int4_w4a16:g32:min float32"]
 GPU_SCHEMES += [*PREPARED, "int8_w8a16:channel", "int8_w8a16:g64:zp", "int8_w8a16:g128"]
 GPU_SCHEMES += ["int8_w8a16:g32 float16", "int8_w8a16:g32:zp"]  # weights are scaled
+GPU_SCHEMES += ["int6_w6a16:g16:super", "int5_w5a16:g32:super:min"]
+GPU_SCHEMES += ["int6_w6a16:g16", "int5_w5a16:g32"]
 GPU_SCHEMES += [f"fp8_w8a16:{name}" for name in ("tensor", "channel", "block")]
 GPU_SCHEMES += ["nf4_w4a16:g64", "nf4_w4a16:g32", "fp4_w4a16:g64", "iq4_w4a16:g32"]
 CONFIGS = [  # block_m, and those of both GEMMs
@@ -808,7 +810,8 @@ def few_programs(multiprocessors: int = 1) -> Iterator[None]:
     [
         pytest.param(name, config, marks=ON_GPU, id=f"{name} {config}")
         for config, names in {
-            (8, 64, 256, 3, 4): ("int4_w4a16:g128", "int8_w8a16:g64:zp", "int4_w4a8", *PREPARED),
+            (8, 64, 256, 3, 4): ("int4_w4a16:g128", "int8_w8a16:g64:zp", "int4_w4a8", *PREPARED)
+            + ("int6_w6a16:g16:super", "int5_w5a16:g32:super:min"),
             (8, 128, 256, 2, 4): ("int4_w4a16:g128", "int4_w4a16:g64:zp", *PREPARED),
             (16, 64, 256, 3, 4): ("int4_w4a16:g128:zp", "int4_w4a16:g32", "nf4_w4a16:g64"),
             (32, 128, 256, 2, 8): ("int4_w4a16:g128:zp", "int8_w8a16:channel", "int8_w8a16:g32"),
