@@ -265,7 +265,7 @@ def _wgmma_format(of: Format, scales: torch.dtype, activation: QuantDesc | None 
     if in_e4m3 and of.name == "int4" and of.scale == "e4m3" and of.group % 128 == 0:
         return of._replace(name="int4_e4m3")
     scaled = of.name in LEVELS or (of.name == "int4" and scales == torch.bfloat16)
-    scaled = scaled or (of.name == "int8" and of.group in (16, 32))
+    scaled = scaled or (of.name == "int8" and of.group == 32)
     return of._replace(scale="weight") if scaled and of.scale == "sum" else of
 
 

@@ -467,6 +467,19 @@ def over_group(x, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def times_scales(w, s):
+    """Weights (BLOCK_N, GROUPS, n) in bf16 times their scales, rounded once: scales of more bits
+    than bf16 are the sum of two numbers of it.
+    """
+    near = s.to(gl.bfloat16)
+    if s.dtype == gl.bfloat16:
+        return w * over_group(near, w.shape)
+    else:
+        rest = over_group(s.to(gl.float32) - near.to(gl.float32), w.shape)
+        return gl.fma(w, over_group(near, w.shape), w * rest)
+
+
+@gluon.jit
 def decode_int4_weights(codes, s, zero, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr):
     """`decode_weights` of int4. Scales of more bits than bf16 are rounded, and a minimum beside
     them is that of codes less 8, which is small, so that its rounding is, too.
@@ -591,7 +604,7 @@ def decode_weights(
         if HAS_ZERO:  # at most 255, which bf16 holds
             w0 -= over_group(zero.to(gl.int8, bitcast=True), SHAPE)
         if SCALE == "weight":
-            w0 *= over_group(s, SHAPE)
+            w0 = times_scales(w0, s)
         w1 = w0
     else:
         w0, w1 = decode_int4_weights(codes, s, zero, SCALE, HAS_ZERO)

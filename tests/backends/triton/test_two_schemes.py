@@ -79,6 +79,7 @@ for scheme, M in (
     ("nvfp4_w4a16+plain", 64),
     ("plain+int4_w4a16:g128", 64),
     ("plain+int4_w4a16:g128", 1),
+    ("int4_w4a16:g32:super:min+int6_w6a16:g16:super", 64),
 ):
     call = c.Call(c.SHAPES["mixtral"], M, scheme)
     found = c.compile_any(call, c.gpu_of(90), 90, compiles=False)
@@ -91,6 +92,7 @@ count_pairs place_pairs group_blocks scatter train_wgmma_packed combine_rows
 route permute_tokens wgmma_gemm1 gemm2 combine
 route gemm1 permute_hidden wgmma_gemm2 combine
 gemm1 mixed_gemm2 combine
+route permute_tokens wgmma_gemm1 wgmma_gemm2 combine
 """
 
 
@@ -166,6 +168,8 @@ GPU_PAIRS = (
     *("int4_w4a16:g128+int8_w8a16:channel", "int4_w4a16:g128+plain", "plain+int4_w4a16:g128"),
     *("mxfp4_w4a16+fp8_w8a16:channel", "nvfp4_w4a16+plain", "plain+int8_w8a16:g64:zp"),
     *("int4_w4a16:g32:zp+mxfp4_w4a16", "plain+nvfp4_w4a16", "fp8_w8a16:block+plain"),
+    *("int4_w4a16:g32:super:min+int6_w6a16:g16:super", "int6_w6a16:g16+int8_w8a16:g32"),
+    *("plain+int5_w5a16:g32:min", "int5_w5a16:g32+plain"),
 )
 
 

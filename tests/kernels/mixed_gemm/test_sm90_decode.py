@@ -151,6 +151,26 @@ def test_planes_in_the_order_of_columns(high):
         assert_rounded_once([n for one in found for n in halves(one)], codes, s, m)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_int8_times_scales_of_groups(dtype):
+    """The kernel's own steps: rounded once, whatever the dtype of scales."""
+    g = torch.Generator().manual_seed(0)
+    codes = torch.randint(-128, 128, (8, 2, 32), generator=g).to(BF16)
+    s = ((torch.rand(8, 2, generator=g) + 0.5) * 0.01).to(dtype)
+
+    def fma(a, b, c):
+        return (a.double() * b.double() + c.double()).to(BF16)
+
+    gl = SimpleNamespace(float32=FP32, bfloat16=BF16, expand_dims=torch.unsqueeze, fma=fma)
+    over_group = sm90_decode.over_group.fn
+    with mock.patch.multiple(sm90_decode, gl=gl, over_group=over_group):
+        found = sm90_decode.times_scales.fn(codes, s).double()
+    want = codes.double() * s.double()[:, :, None]
+    half_a_step = 2.0 ** (want.abs().clamp(min=1e-9).log2().floor() - 8)
+    assert ((found - want).abs() <= half_a_step * 1.01).all()
+    assert (found == want.to(BF16)).double().mean() > 0.99
+
+
 @pytest.mark.parametrize("high", [1, 2])
 @pytest.mark.parametrize("scale", [1.0, 0.0123, -3.7])
 def test_planes(high, scale):

@@ -431,8 +431,10 @@ gpu = c.gpu_of(90)
 cases = {"int4_w4a16:g64:zp": "silu", "nvfp4_w4a16": "swigluoai", "int4_w4a8": "gelu"}
 cases |= {"fp8_w8a16:block": "relu2_no_mul"}
 cases |= {"int8_w8a16:g128:zp": "silu", "mxfp4_w4a16": "silu", "int4_w4a16:g128": "silu"}
-cases |= {"int8_w8a16:g32:zp": "silu", "int6_w6a16:g16": "silu", "int5_w5a16:g32:min": "silu"}
+cases |= {"int8_w8a16:g32:zp": "silu", "int6_w6a16:g16": "silu", "int5_w5a16:g32:min": "gelu"}
 cases |= {"int8_w8a16:channel": "silu", "int4_w4a16:g128:zp": "silu", "nf4_w4a16:g64": "silu"}
+planes = ("int6_w6a16:g16:super", "int5_w5a16:g32:super:min")
+cases |= dict.fromkeys(planes, "silu")
 streamed = 0
 for scheme, activation in cases.items():
     for block_m, gemm in (
@@ -454,12 +456,13 @@ for scheme, activation in cases.items():
         *[(32, GemmConfig(128, 256, 2, 8))]
         * (scheme in ("int4_w4a16:g128:zp", "int8_w8a16:channel")),
         *[(8, GemmConfig(128, 256, 3, 8))] * (scheme == "nf4_w4a16:g64"),
+        *[(8, GemmConfig(64, 256, 3, 4)), (32, GemmConfig(128, 256, 2, 8))] * (scheme in planes),
         *[(64, GemmConfig(128, 128, 3, 8))] * (scheme == "nf4_w4a16:g64"),
     ):
         prepared = block_m != 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
         layout = "triton_e2m1" if prepared else ""
         whole = scheme in ("int4_w4a8", "int4_w4a16:g128:zp", "int5_w5a16:g32:min")
-        sizes = (4, 2, 512, 384 if whole else 320)
+        sizes = (4, 2, 512, 512 if scheme in planes else 384 if whole else 320)
         if block_m == 8 and gemm.block_n == 128:  # long rows, which are streamed
             sizes = (4, 2, 4096, 4096)
         call = c.Call(sizes, 9, scheme, activation=activation, bias=True, layout=layout)
