@@ -219,7 +219,8 @@ WGMMA_LEVELS: Rows[Tile] = (  # of both products
 )
 WGMMA_GEMM: Rows[Tile] = (  # of both products
     ("planes m<=16 c256", (64, 256, 3, 4)),
-    ("planes c256", EIGHT_WARPS),
+    ("planes m32 c256", EIGHT_WARPS),
+    ("planes c256", (64, 256, 2, 4)),  # of 64 rows eight warps spill
     ("m80 eight_warps c256", EIGHT_WARPS),
     ("m48 eight_warps c256", EIGHT_WARPS),
     ("eight_warps !m8 !m16 !m32 !c256", (128, 128, 4, 8)),

@@ -444,6 +444,8 @@ for scheme, activation in cases.items():
         if scheme == "mxfp4_w4a16"
         else (48, GemmConfig(128, 128, 3, 4))
         if scheme in ("int4_w4a16:g128", "int8_w8a16:channel")
+        else (64, GemmConfig(64, 256, 2, 4))
+        if scheme.startswith(("int5", "int6"))
         else (64, GemmConfig(128, 256, 2, 8)),
         *[(80, GemmConfig(128, 256, 2, 8))] * (scheme == "int4_w4a16:g64:zp"),
         *[(80, GemmConfig(256, 128, 4, 16))] * (scheme == "nf4_w4a16:g64"),
