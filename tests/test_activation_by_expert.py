@@ -51,6 +51,7 @@ def expected(tensors, ids, biases, name):
     return total
 
 
+@pytest.mark.sweep
 @named
 @pytest.mark.parametrize("kernels", [False, True], ids=("plain", "kernels"))
 def test_values_and_gradients(name, kernels, monkeypatch):
@@ -96,6 +97,7 @@ def test_quantized_weights(name, scheme):
 DEVICE, DTYPE = ("cuda", BF16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 
+@pytest.mark.sweep
 @named
 @pytest.mark.parametrize("scheme", ["", "int8_w8a16:channel", "fp8_block"])
 def test_triton(name, scheme):

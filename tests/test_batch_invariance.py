@@ -183,6 +183,7 @@ def variants_are_slow(schemes: list[str], *more) -> list:
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "scheme, avx",
     [*variants_are_slow(SCHEMES, 0), *variants_are_slow(NATIVE, 2)],
@@ -203,6 +204,7 @@ def test_a_row_is_the_same_in_any_batch(scheme, avx):
     check()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("avx", [512, 2], indirect=True)
@@ -220,6 +222,7 @@ def test_many_tokens(scheme):
         check_rows(MANY[i % 2], routing, i, scheme, BF16, SIZES[0], NAMES[2 * (i // 2)])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("scheme", variants_are_slow(SCHEMES))
 def test_values_are_the_oracles(scheme):
     dtype = BF16 if scheme else FP32
@@ -284,6 +287,7 @@ def test_what_surrounds_a_call_changes_nothing(scheme, sizes):
     assert call(none[0].clone().requires_grad_(), *none[1:]).shape == (0, call.K)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("scheme", ["", "int4_w4a16:g32", "fp8_channel", "mxfp8"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_batches_of_each_expert(scheme, dtype):
@@ -583,6 +587,7 @@ def test_a_compiled_step_of_training_has_the_bits_of_inference(fresh_dynamo):
     assert torch.equal(*gradients)
 
 
+@pytest.mark.slow
 def test_the_switch_is_guarded(fresh_dynamo):
     """A graph that was traced under one setting does not run under the other."""
     call = Call("", BF16)

@@ -371,6 +371,7 @@ def test_second_derivatives():
     torch.testing.assert_close(penalised(moe_ops.fused_experts), want)
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_that_depend_on_each_other():
     """With create_graph, too, which takes them of a graph within the outer one."""
     generator = torch.Generator().manual_seed(0)

@@ -376,6 +376,7 @@ def test_one_graph_for_any_number_of_rows(of):
             Rows(counts=counts, bias=of is not of_pair).check(compiled)
 
 
+@pytest.mark.slow
 def test_one_graph_of_inference():
     """Of rows whose number is unknown, and of rows of w13 that take turns and are cast."""
     torch._dynamo.reset()

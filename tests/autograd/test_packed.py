@@ -80,6 +80,7 @@ def test_schemes(where, scheme):
     compare(case, dict(zip(given, grads, strict=True)), expected_gradients(case), within)
 
 
+@pytest.mark.slow
 @kernels
 @pytest.mark.parametrize("activation", ["silu", "swigluoai"])
 def test_global_scales_of_rows(where, activation):
@@ -146,6 +147,7 @@ def test_one_argument_alone(where, only):
     check(Case(*where, "int4_w4a16:g32"), only=[only])
 
 
+@pytest.mark.slow
 @kernels
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g32", "fp8_block"])
 def test_recomputed_and_repeated_to_the_bit(where, scheme):

@@ -205,6 +205,7 @@ def test_put_replaces_and_empties_a_slot():
     assert_matches(run(case, stack, ids), want, tolerance(FP32))
 
 
+@pytest.mark.slow
 def test_one_graph_serves_every_mixture():
     case = Case(M=9)
     adapters = adapters_of(case, (4, 9, 1, 3))
@@ -299,6 +300,7 @@ def test_refusals_of_a_stack():
     assert not any(math.isnan(t.sum()) for t in stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["", "fp8_block", "int4_w4a16:g128"])
 def test_planned_for_a_gpu(scheme):
     """One graph for any number of tokens, on Triton's kernels, whose workspaces the graph has."""

@@ -49,6 +49,7 @@ def check(got: list, module: Experts, x: torch.Tensor) -> None:
         assert (a.double() - b).norm() < 1e-5 * b.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("decompose", [True, False])
 def test_an_exported_program_trains(strict, decompose):

@@ -22,6 +22,7 @@ FEW = settings(
 )
 
 
+@pytest.mark.slow
 @FEW
 @given(calls.examples(triton=False))
 def test_a_few_calls(example):

@@ -448,6 +448,7 @@ def kernels_of_the_package():
                         yield path, node, {k.arg: k.value for k in decorator.keywords}
 
 
+@pytest.mark.slow
 def test_first_kernels_wait_before_anything_else():
     """Their predecessor, whatever it is, may still write their inputs, and read the workspaces."""
     found = []
@@ -474,6 +475,7 @@ def test_first_kernels_wait_before_anything_else():
 WAITING = ("gdc_wait(", "run_tiles(", "token_products(", "quantize_rows(", "scatter_rows(")
 
 
+@pytest.mark.slow
 def test_kernels_say_whether_they_wait():
     """A kernel that is launched early, and does not wait, reads what is not written yet."""
     seen = 0
@@ -488,6 +490,7 @@ def test_kernels_say_whether_they_wait():
     assert seen > 20
 
 
+@pytest.mark.slow
 def test_inspected_kernels_are_where_they_are_said_to_be():
     """`kernels_of_the_package` finds those that this file launches."""
     names = {node.name for _, node, _ in kernels_of_the_package()}

@@ -172,6 +172,7 @@ def batched_plan(x, w13, w2, counts, options):
     return found[0]
 
 
+@pytest.mark.slow
 def test_one_graph_for_every_number_of_tokens():
     case, options, most = of("torch", "cpu", "fp8_tensor")
     x, w13, w2, weights, ids = case.args

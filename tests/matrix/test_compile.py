@@ -139,6 +139,7 @@ def test_graphs_of_fused_experts(mark, scheme):
     assert counter.frame_count <= most_graphs
 
 
+@pytest.mark.slow
 @marked
 def test_graphs_of_batched_experts(mark):
     mark, most_graphs, sizes = MARKS[mark]
@@ -221,6 +222,7 @@ def test_dynamic_true_makes_constants_of_all_sizes_but_tokens():
             assert len(others) == 2 or type(rows) is not int, "the number of tokens was fixed"
 
 
+@pytest.mark.slow
 def test_a_wrong_call_raises_the_eager_sentence():
     layers = Layers()
     compiled = torch.compile(layers, fullgraph=True, backend="eager")
@@ -258,6 +260,7 @@ def test_unbacked_row_counts_are_compared_when_the_op_runs():
 # --- what stands in the graph --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ops_of_a_forward_graph():
     graphs = []
     layers = Layers(2)
@@ -536,6 +539,7 @@ def test_another_table_gives_another_graph(tmp_path, monkeypatch):
 # --- other tracers -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", (True, False), ids=("strict", "non-strict"))
 @pytest.mark.parametrize("scheme", ("", "fp8_block"))
 def test_export_with_any_number_of_tokens(scheme, strict):

@@ -159,6 +159,7 @@ def by_expert(rows: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     return torch.stack([w[e] @ row for e, row in zip(ids.tolist(), rows, strict=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(16))
 def test_every_legal_pair_runs(part):
     torch.manual_seed(part)

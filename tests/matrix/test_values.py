@@ -519,6 +519,7 @@ def test_autocast_of_the_other_two_operators():
     assert torch.equal(z[0, :2], by_hand[0, :2]) and torch.equal(z[2], by_hand[2])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_shape_and_routing(data):

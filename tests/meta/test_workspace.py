@@ -77,6 +77,7 @@ def symbols() -> dict[str, tuple[ShapeEnv, torch.SymInt]]:
 # --- int and SymInt ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @settings(deadline=None, max_examples=15)
 @given(

@@ -454,6 +454,7 @@ def test_quantize_refuses_before_anything_changes(scheme, changes, message):
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
 
 
+@pytest.mark.slow
 def test_quantized_experts():
     import moe_ops
 

@@ -63,6 +63,7 @@ def test_moves_with_the_layer():
     assert layer(x, adapter_ids=ids).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_one_graph_for_all_mixtures():
     layer, graphs = layer_of().eval(), []

@@ -86,6 +86,7 @@ def test_all_codes_are_decoded_exactly():
     assert torch.equal(got[finite].signbit(), codes.to(torch.float32)[finite].signbit())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", QUANTIZED)
 @settings(max_examples=6, deadline=None)
 @given(

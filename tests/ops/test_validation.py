@@ -460,6 +460,7 @@ def test_weights_that_would_not_fit_transposed_either_are_not_called_so():
         call(moe_ops.fused_experts, both)
 
 
+@pytest.mark.slow
 def test_sentence_of_a_dynamic_row_count():
     """Row counts that are symbols when traced: real numbers stand in the sentence all the same."""
     torch._dynamo.reset()

@@ -57,6 +57,7 @@ def test_the_documented_one_needs_two_modules():
     assert not [name for name in public.__all__ if not hasattr(public, name)]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_eager_and_compiled_calls_take_it_without_a_reset():
     args = layer()

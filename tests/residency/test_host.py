@@ -54,6 +54,7 @@ def test_memory_is_pinned_as_long_as_it_is_held(monkeypatch):
     data.zero_()  # views outlive it
 
 
+@pytest.mark.slow
 def test_memory_that_goes_in_a_capture_is_released_after_it(monkeypatch):
     runtime = Runtime().install(monkeypatch)
     memories = [HostMemory(100, torch.device("cuda", i)) for i in range(2)]

@@ -230,6 +230,7 @@ def test_what_is_left_when_the_time_is_over_is_told():
     assert "plain, mxfp4  torch" in str(found) and "not run: out of time" in str(found)
 
 
+@pytest.mark.slow
 def test_a_call_that_does_not_end_is_left_behind(monkeypatch):
     done = threading.Event()
     monkeypatch.setattr(check, "GRACE", 1.0)

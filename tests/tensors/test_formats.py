@@ -483,6 +483,7 @@ def test_torch_save_and_safetensors(scheme, tmp_path):
     assert same(got["w"], first.weight.detach()) and same(got["t"], make(scheme, seed=2).mT)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("scheme", ["int4_w4a16:g128:zp", "int4_w4a8", "mxfp6_e3m2", "nvfp4"])
 def test_compile_and_export(scheme):

@@ -437,6 +437,7 @@ def swap(w, new):
     w[3].copy_(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize("scheme", ["fp8_block", "int4_w4a16:g32", "nvfp4"])
@@ -462,6 +463,7 @@ def test_compiled_code_uses_a_weight_that_it_has_written(write, scheme, backend)
     assert same(written, again)
 
 
+@pytest.mark.slow
 def test_compiled_branches_take_quantized_weights():
     """Which cannot be their inputs: their tensors are."""
     run, w, _ = layer("int8_w8a16")

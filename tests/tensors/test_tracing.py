@@ -89,6 +89,7 @@ def test_compiled_code_sees_what_it_wrote(write):
     check(WRITES[write], INT4, "aot_eager", uses, fullgraph=True)
 
 
+@pytest.mark.slow
 def test_compiled_calibration():
     check(
         lambda w, new: w.activation_scale.copy_(X.abs().amax() / 448),

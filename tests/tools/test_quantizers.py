@@ -18,6 +18,7 @@ FIXTURES = ROOT / "tests" / "fixtures" / "quantizers"
 WIDTH = 64
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(folder.name for folder in FIXTURES.iterdir()))
 def test_file_of_a_tool(name, tmp_path):
     tool, family, scheme = re.fullmatch(r"([a-z]+)-(\w+)-(.+)", name).groups()

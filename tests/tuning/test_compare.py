@@ -52,6 +52,7 @@ def check(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_best_is_replayed_beside_what_is_chosen(check, capsys):
     row, other = check("--m", "9", "12")
     assert (row["num_experts"], row["num_tokens"], row["scheme"]) == (4, 9, "")

@@ -79,6 +79,7 @@ def test_padded_scales(scheme, K, I):
     check(case(scheme, M=5, E=2, K=K, I=I))
 
 
+@pytest.mark.slow
 @three
 def test_experts_of_several_tiles(scheme):
     """Scales of the second expert begin where 128 divides, and those of the first fill two
@@ -126,6 +127,7 @@ def test_strided_rows(scheme):
     check(given)
 
 
+@pytest.mark.slow
 @three
 def test_chunks_are_one_piece(scheme):
     """Also where all tokens share a global scale."""

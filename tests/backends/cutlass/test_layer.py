@@ -150,6 +150,7 @@ def test_int4_scales_of_either_sign_and_zero(device):
     check(case)
 
 
+@pytest.mark.slow
 @devices
 def test_an_expert_with_all_rows(device):
     check(case_of(device, "fp8_channel", M=300, top_k=1, ids=torch.full((300, 1), 2), E=4))

@@ -38,6 +38,7 @@ def test_activations(device, activation):
     check(case_of(device, activation=activation, bias=True))
 
 
+@pytest.mark.slow
 @devices
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
 @pytest.mark.parametrize("transposed", [(1, 2), (1,), (2,)], ids=["both", "w13", "w2"])

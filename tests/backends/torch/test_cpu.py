@@ -217,6 +217,7 @@ def test_fallback_and_kernel_agree(dtype, transposed, monkeypatch):
     assert (out[10:] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("g++") is None,
     reason="needs x86-64 and a C++ compiler",

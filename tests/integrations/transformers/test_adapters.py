@@ -268,6 +268,7 @@ def test_quantized_weights(scheme):
     assert len(grads) == 4
 
 
+@pytest.mark.slow
 def test_a_model_trains_over_nf4():
     """The loss falls, and nothing else than adapters gets gradients or moves."""
     model = adapted(
@@ -663,6 +664,7 @@ def test_a_stack_follows_its_adapters():
     assert relative(got, rows_alone(model, names, ROWS)) < 1e-10
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("beams", [1, 2])
 def test_generation_of_a_mixed_batch(beams):

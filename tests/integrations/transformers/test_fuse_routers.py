@@ -147,6 +147,7 @@ def sources() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_router_with_a_known_formula_is_listed():
     """Classes of one rule share their source, or are named here; no other class has such a
     source."""
@@ -164,6 +165,7 @@ def test_every_router_with_a_known_formula_is_listed():
     assert len(ROUTERS.keys() & found.keys()) >= 35
 
 
+@pytest.mark.slow
 def test_every_router_has_a_rule_or_a_reason():
     """What chooses experts in transformers runs through route_tokens, or it is said why not."""
     chooses = {name for name, source in sources().items() if "top" in source}

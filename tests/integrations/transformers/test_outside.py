@@ -61,6 +61,7 @@ def _train(model, steps=3):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True])
 def test_peft_lora_on_attention(quantized):
     peft = pytest.importorskip("peft")

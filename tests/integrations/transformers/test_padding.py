@@ -120,6 +120,7 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_padding_reaches_no_expert(family, calls):
     model = model_of(family)
@@ -137,6 +138,7 @@ def test_padding_reaches_no_expert(family, calls):
     assert all(bool((ids >= 0).all()) for ids in calls) and len(calls) == layers
 
 
+@pytest.mark.slow
 def test_managers_in_two_threads(monkeypatch):
     """Each leaves out its own padding: forwards wait for one another in every layer."""
     model, barrier, rows = model_of("qwen3_moe"), threading.Barrier(2, timeout=60), {}
@@ -159,6 +161,7 @@ def test_managers_in_two_threads(monkeypatch):
     assert sorted(rows.values()) == sorted(want)
 
 
+@pytest.mark.slow
 def test_the_record_has_the_tokens_alone():
     """Those of unpadded batches, in their order."""
     records = []
@@ -174,6 +177,7 @@ def test_the_record_has_the_tokens_alone():
         assert torch.equal(padded, plain)
 
 
+@pytest.mark.slow
 def test_experts_of_others_get_all_ids():
     """They read a weight by any id."""
     model = model_of("qwen3_moe")

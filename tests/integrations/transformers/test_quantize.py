@@ -395,6 +395,7 @@ def dequantized(module, name):
     return getattr(module, name).float() * scale
 
 
+@pytest.mark.slow
 def test_fp8_experts_equal_their_dequantized_eager():
     """The oracle multiplies dequantized weights with activations rounded per 1 x 128 group."""
     module = fp8_experts()

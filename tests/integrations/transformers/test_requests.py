@@ -106,6 +106,7 @@ def test_each_request_has_its_adapter(padded):
     assert padding.batch_in(model.get_base_model()).adapters is None
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_layers_that_are_compiled():
     """Each has the adapters of its own wrappers, and those of the tokens of each batch."""
@@ -135,6 +136,7 @@ def test_layers_that_are_compiled():
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_refusals():
     moe_transformers.attach(plain := model_of("qwen3_moe"))
     greedy = transformers.GenerationConfig(eos_token_id=-1, pad_token_id=0)

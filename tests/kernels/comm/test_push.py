@@ -324,6 +324,7 @@ def test_rows_of_an_address_that_is_no_word_s():
         assert torch.equal(out, torch.cat(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sums", [False, True])
 def test_a_launch_keeps_the_buffers_that_it_writes(sums):
     """Also those of other ranks, to which only addresses lead."""

@@ -243,6 +243,7 @@ def test_e2m1_with_e8m0_scales(exponent):
             assert found == expected
 
 
+@pytest.mark.slow
 def test_e2m1_with_e4m3_scales():
     for code in range(127):  # positive numbers: those a scale can be
         scale = run("scale_bf16x2", code * 0x00100010)
