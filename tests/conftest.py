@@ -1,9 +1,9 @@
 """Test-wide settings: on a machine without a GPU every Triton kernel runs under its interpreter.
 
-Three tiers. A test without a mark runs in `make check` and takes about a second at most. `slow` are
-those that take longer, and every case of a sweep but the first. In the folders of `SWEEPS` each
-parametrized function is one, and of those in `EVERY_SCHEME` also the first of each scheme on each
-backend runs; elsewhere the mark `sweep` says so. `gpu` need a CUDA device.
+Three tiers. A test without a mark runs in `make check` and takes about a second at most. `slow`
+are those that take longer, and every case of a sweep but the first. In the folders of `SWEEPS`
+each parametrized function is one, and of those in `EVERY_SCHEME` also the first of each scheme on
+each backend runs; elsewhere the mark `sweep` says so. `gpu` need a CUDA device.
 
 `make test-all` runs them all. `make test` runs a twentieth of the cases that sweeps have beside
 their first, by `--part`, which follows the day: twenty days run every case. It begins with slow
