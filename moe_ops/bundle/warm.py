@@ -59,8 +59,8 @@ class BundleReport:
         if self.refused:
             return f"{self.path}: not used, {self.refused}"
         parts = [f"{n} {files} ({size / 2**20:.1f})" for n, (files, size) in self.parts.items()]
-        of = f", files (MiB) of {', '.join(parts)}" if parts else ", which is empty"
-        return f"{self.path}: {self.bytes / 2**20:.1f} MiB{of}, {self.seconds:.1f} s"
+        found = f"files (MiB) of {', '.join(parts)}" if parts else "empty: nothing was compiled"
+        return f"{self.path}: {self.bytes / 2**20:.1f} MiB, {found}, {self.seconds:.1f} s"
 
 
 def save_warm(path: str | os.PathLike[str]) -> BundleReport:
@@ -160,7 +160,7 @@ def check_target(argument: str, path: object) -> Path:
     if other or not os.access(target.parent, os.W_OK | os.X_OK):
         raise ValueError(
             f"{argument} must name a file in a folder that exists and can be written, got "
-            f"{str(target)!r}"
+            f"{str(target)!r}{', which is a folder' if target.is_dir() else ''}"
         )
     return target
 

@@ -114,6 +114,8 @@ class Checkpoint:
                 known use; or expert_ids are no range, or of experts that are not there. The
                 message names tensor and file.
         """
+        if isinstance(projections, str):
+            raise ValueError(f"projections must be a tuple of names, got {projections!r}")
         weight = self.find(experts, projections)
         weight = weight if expert_ids is None else weight.of(expert_ids)
         return self.load(weight, scheme, device=device)

@@ -10,6 +10,7 @@ and a checkpoint several times as large as the memory can be quantized while it 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -132,6 +133,8 @@ class TensorFiles:
 
 def _files_of(path: str | Path | list) -> tuple[list[Path], Path | None]:
     """The files that count, and the index that says which tensor is in which."""
+    if not isinstance(path, (str, os.PathLike, list, tuple)):
+        raise ValueError(f"path must be a folder, a file or a list of files, got {path!r}")
     path = [Path(p) for p in path] if isinstance(path, (list, tuple)) else Path(path)
     if path == []:
         raise ValueError("path must be a folder, a file or a list of files, got an empty list")
@@ -147,9 +150,12 @@ def _files_of(path: str | Path | list) -> tuple[list[Path], Path | None]:
         return files, index
     files = sorted(path.glob("*.safetensors"))
     if not files:
+        others = ", ".join(sorted([file.name for file in path.glob("*.gguf")]))
+        has = f", which has {others}: name one of them" if others else ""
+        has = has or ("" if path.exists() else ", which does not exist")
         raise ValueError(
             "path must be a folder with *.safetensors files, or such a file or a .gguf file, got "
-            f"{path}"
+            f"{path}{has}"
         )
     _check_numbers(files)
     return files, None

@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from transformers.utils.import_utils import is_serve_available
 
 from moe_ops.backends import BACKENDS
+from moe_ops.integrations.checkpoints.experts import Checkpoint
 from moe_ops.integrations.checkpoints.files import quantization_config
 from moe_ops.integrations.transformers.attach import attach
 from moe_ops.integrations.transformers.config import MoeOpsConfig
@@ -91,7 +92,31 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     if given.model.endswith(".gguf") and os.path.isfile(given.model):
         folder, file = os.path.split(given.model)
         parser.error(f"the model of a GGUF file is FOLDER:FILE, here {folder or '.'}:{file}")
+    if wrong := wrong_name(given.model, given.tokenizer):
+        parser.error(wrong)
     return given, rest
+
+
+def wrong_name(model: str, tokenizer: str | None) -> str:
+    """What is wrong with names of folders and GGUF files of this machine; "" if nothing is, as of
+    names on the Hub, which nobody knows before they are asked for.
+    """
+    folder, _, file = model.partition(":")
+    for what, name in (("the model", folder), ("--tokenizer", tokenizer)):
+        # "organization/name" has no more than one slash
+        here = name is not None and (name[:1] in "/.~" or name.count("/") > 1)
+        if name is not None and here and not os.path.isdir(name):
+            return f"{what} must be a folder that exists, or a name on the Hub, got {name!r}"
+    if not file or not os.path.isdir(folder):
+        return ""
+    if not file.endswith(".gguf") or not os.path.isfile(os.path.join(folder, file)):
+        found = ", ".join(sorted([path.name for path in Path(folder).glob("*.gguf")]))
+        return f"{folder} has {found or 'no .gguf file'}, and the model names its {file!r}"
+    try:
+        Checkpoint(os.path.join(folder, file))  # reads the header alone
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def server_options(given: argparse.Namespace, rest: Sequence[str]) -> list[str]:
@@ -204,6 +229,8 @@ def launch(given: argparse.Namespace, rest: Sequence[str]) -> Any:
     class Manager(model_manager.ModelManager):
         """Loads models for moe_ops."""
 
+        device: Any  # where models go; None: where gpu_memory says
+
         def __init__(self, *args: Any, **kwargs: Any):
             managers.append(self)
             super().__init__(*args, **kwargs)
@@ -213,13 +240,23 @@ def launch(given: argparse.Namespace, rest: Sequence[str]) -> Any:
 
         def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
             if given.tokenizer is None:
-                return super()._load_processor(*args, **kwargs)
+                try:
+                    return super()._load_processor(*args, **kwargs)
+                except Exception as error:
+                    if not given.model.endswith(".gguf"):
+                        raise
+                    raise RuntimeError(
+                        f"the tokenizer in {given.model} cannot be read ({error}); give the "
+                        "original model's by --tokenizer FOLDER"
+                    ) from error
             trusted = self.trust_remote_code
             return AutoTokenizer.from_pretrained(given.tokenizer, trust_remote_code=trusted)
 
         def _load_model(
             self, name: str, *args: Any, gguf_file: str | None = None, **kwargs: Any
         ) -> Any:
+            if given.gpu_memory is not None and self.device == "auto":  # nobody named one
+                self.device = None
             if gguf_file is None:
                 model = super()._load_model(name, *args, **kwargs)
             else:  # whose fields transformers reads for fewer architectures, often without a class

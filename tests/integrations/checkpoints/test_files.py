@@ -69,6 +69,20 @@ def test_a_missing_file_of_the_index_is_named(tmp_path):
         Checkpoint([tmp_path / f for f in set(listed_in(tmp_path).values())])
 
 
+def test_what_a_folder_has_instead_is_named(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    for path, has in (
+        (tmp_path, r"which has model.gguf: name one of them"),
+        (tmp_path / "absent", "which does not exist"),
+        (None, "got None"),
+    ):
+        with pytest.raises(ValueError, match=f"path must be a folder.*{has}"):
+            Checkpoint(path)
+    shards(tmp_path)
+    with pytest.raises(ValueError, match="projections must be a tuple of names, got 'down_proj'"):
+        Checkpoint(tmp_path).expert_weight(EXPERTS, "down_proj")
+
+
 def test_a_missing_tensor_of_the_index_is_named(tmp_path):
     shards(tmp_path)
     write_index(tmp_path, listed_in(tmp_path) | {name_of(4): "model-00001-of-00002.safetensors"})

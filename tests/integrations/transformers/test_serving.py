@@ -158,6 +158,27 @@ def test_a_model_that_is_not_batched_is_refused_at_the_start(tmp_path):
 
 
 @pytest.mark.slow
+def test_experts_in_host_memory_without_a_device(folder):
+    """transformers' server says "auto" where nobody names a device."""
+    words = options(folder, "--no-continuous-batching", "--gpu-memory", "1GiB")
+    at = words.index("--device")
+    server = serving.launch(*serving.parse(words[:at] + words[at + 2 :]))
+    try:
+        while not server.server.started:
+            assert server._thread.is_alive()
+        assert answer(server.server.config.port, folder, PROMPTS[0])
+    finally:
+        server.kill_server()
+
+
+@pytest.mark.slow
+def test_a_file_whose_tokenizer_cannot_be_read_asks_for_one():
+    name = str(ROOT / "tests/fixtures/gguf/qwen3moe-Q4_0:model.gguf")  # which has none
+    with pytest.raises(RuntimeError, match="the tokenizer in .* cannot be read .* by --tokenizer"):
+        serving.launch(*serving.parse(options(name, "--no-warmup")))
+
+
+@pytest.mark.slow
 def test_a_server_that_cannot_start_ends(folder):
     """Its thread of batches as well, which would keep the process for ever."""
     before = model_manager.ModelManager, utils.GenerationState
@@ -327,6 +348,11 @@ def test_options_of_the_server_are_passed_on(monkeypatch):
         (["m", "--scheme", "int3"], "scheme must be one of moe_ops.schemes.SCHEMES, got 'int3'"),
         (["m", "--gpu-memory", "12 apples"], "gpu_memory must be"),
         (["m", "--backend", "cublas"], "invalid choice: 'cublas'"),
+        (["./m"], "the model must be a folder that exists, or a name on the Hub, got './m'"),
+        (["m", "--tokenizer", "/a/b"], "--tokenizer must be a folder that exists, or a name on"),
+        ([".:Q4.gguf"], ". has FILE.gguf, and the model names its 'Q4.gguf'"),
+        ([".:FILE.bin"], ". has FILE.gguf, and the model names its 'FILE.bin'"),
+        ([".:FILE.gguf"], "FILE.gguf must be a GGUF file, got 0 bytes"),
     ],
 )
 def test_errors(argv, sentence, capsys, tmp_path, monkeypatch):
