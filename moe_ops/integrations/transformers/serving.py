@@ -101,7 +101,7 @@ def wrong_name(model: str, tokenizer: str | None) -> str:
     """What is wrong with names of folders and GGUF files of this machine; "" if nothing is, as of
     names on the Hub, which nobody knows before they are asked for.
     """
-    folder, _, file = model.partition(":")
+    folder, _, file = (model, "", "") if os.path.isdir(model) else model.partition(":")
     for what, name in (("the model", folder), ("--tokenizer", tokenizer)):
         # "organization/name" has no more than one slash
         here = name is not None and (name[:1] in "/.~" or name.count("/") > 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ops.kernels.configs import DECODED, LEVELS, GemmConfig
 from moe_ops.kernels.launch import Constant, Gpu, Pointer, Specialized, unprefixed
-from moe_ops.meta.scales import TRITON_E2M1
+from moe_ops.meta.scales import TRITON_E2M1, unit_of_planes
 from moe_ops.meta.workspace import cdiv
 from moe_ops.schemes import ELEMENT_FORMATS, QuantDesc, get_scheme
 
@@ -277,9 +277,9 @@ def _k_chunk(K: int, of: Format) -> int:
     and x is zero at those that belong to the chunk before. (Chunks of 64 columns, which 2880 is a
     multiple of, take twice as many loads of scales.)
     """
-    if of.high_bits:  # a unit of planes, of which shorter rows have smaller ones
-        unit = 128 // of.high_bits
-        return 0 if K % unit else unit
+    if of.high_bits:  # a unit of planes, whose high bits are 16 bytes; some rows have smaller ones
+        unit = unit_of_planes(K, of.high_bits)
+        return unit if unit * of.high_bits == 128 else 0
     if K % 64:
         return 0
     scaled = of.name in E2M1 or of.scale in ("weight", "minimum")

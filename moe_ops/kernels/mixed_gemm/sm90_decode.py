@@ -542,6 +542,7 @@ def decode_plane_weights(
     if HAS_ZERO:
         one = gl.full(s.shape, 0, gl.int16, s.type.layout)
         low = over_group(constant(one, INT4_LOW_BITS), SHAPE)
+        # not folded to a constant of bf16, of which Triton 3.6 keeps six decimals
         offset = over_group(wide * 0.0 - MIDDLE * INT4_ONE, SHAPE)
         w0, w1 = decode_planes(codes, high, place, low, offset, FORMAT)
         middle = over_group((zero.to(gl.float32) + MIDDLE * wide) * INT4_ONE, SHAPE)

@@ -1116,7 +1116,7 @@ def _why_not(of: Format, K: int, k_chunk: int, strides: tuple, dtype: torch.dtyp
     if of.name not in FORMATS:
         return f"weights must have one of the formats {', '.join(FORMATS)}, got {of.name}"
     if k_chunk == 0:
-        columns = 64 * (1 + (of.high_bits == 1))
+        columns = 128 // (of.high_bits or 2)
         return f"rows of weights must have a multiple of {columns} columns, got {K}"
     if of.bits == 8 and of.scale not in ("end", "sum", "block", "weight"):
         return f"8-bit weights must have scales of sums or weights, got {of.scale!r}"

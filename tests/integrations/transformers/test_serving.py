@@ -363,6 +363,12 @@ def test_errors(argv, sentence, capsys, tmp_path, monkeypatch):
     assert sentence in capsys.readouterr().err
 
 
+def test_a_folder_may_have_a_colon_in_its_name(tmp_path):
+    folder = tmp_path / "run:3"
+    folder.mkdir()
+    assert serving.parse([str(folder)])[0].model == str(folder)
+
+
 @pytest.mark.parametrize("wrong", [["--portt", "1"], ["--port", "one"]])
 def test_options_that_the_server_refuses(wrong, capsys):
     """Nothing is loaded before they are."""
