@@ -63,7 +63,8 @@ from moe_ops.kernels.mixed_gemm import operands
 from moe_ops.schemes import SCHEMES, get_scheme
 
 PROBED = ("", "fp8_block", "fp8_channel", "fp8_tensor_static", "int8_w8a8")
-PROBED += ("int4_w4a16:g128", "fp8_w8a16:channel")
+PROBED += ("int4_w4a16:g128", "fp8_w8a16:channel", "int5_w5a16:g32:super:min")
+PROBED += ("int6_w6a16:g16:super", "int8_w8a16:g32")
 PROBE_SHAPE, PROBE_TOKENS = Experts(8, 2, 2048, 1024), (1, 2, 7, 16, 33, 64, 130, 300, 1000)
 
 
@@ -165,7 +166,7 @@ def variants(base: LayerConfig, scheme: str, shape: Experts) -> Iterator[LayerCo
         if scheme != "fp8_block":  # whose GEMM1 has the columns of a scale
             gemm1 = gemm1._replace(block_n=block_n)
         yield base._replace(gemm1=gemm1, gemm2=gemm2._replace(block_n=block_n))
-    wider = [g._replace(num_warps=8) for g in fewer_stages]
+    wider = [g._replace(block_n=max(g.block_n, 128), num_warps=8) for g in fewer_stages]
     yield base._replace(block_m=64, gemm1=wider[0], gemm2=wider[1])
     if not scheme:
         shorter = [g._replace(block_k=g.block_k // 2) for g in (base.gemm1, base.gemm2)]

@@ -37,6 +37,7 @@ PAIRS = (
     ("", "int4_w4a16:g128"),
     ("mxfp4_w4a16", "fp8_w8a16:channel"),
     (ROWS, "nvfp4_w4a16"),
+    ("int4_w4a16:g32:super:min", "int6_w6a16:g16:super"),  # Q4_K_M: Q4_K and Q6_K
 )
 SETS = 4  # of inputs and routings in a graph
 MAX_ERROR = 6e-3  # bf16 activations, of which h is rounded again

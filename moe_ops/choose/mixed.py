@@ -129,6 +129,8 @@ def _of_columns(columns: int) -> frozenset[str]:
 def _wgmma_block(average: float, bits: int, many: int, scaling: str) -> int:
     if scaling == "sums" and average <= rules.FEW_ROWS_OF_SUMS:
         return 8
+    if bits in (5, 6):
+        return block_of(rules.WGMMA_BLOCKS_OF_PLANES, average)
     return block_of(rules.WGMMA_BLOCKS_OF_TWO[bits] if many else rules.WGMMA_BLOCKS, average)
 
 
@@ -139,7 +141,6 @@ def _wgmma_words(layer: LayerSizes, block_m: int, bits: int, many: int) -> froze
         eight_warps=many == STAGES_OF_EIGHT_WARPS,
         streamed=many == STAGES_OF_STREAMED,
         prepared=many == STAGES_OF_WORDS,
-        planes=bits in (5, 6),
         sparse=layer.rows < layer.experts,
         few=tiles <= 2 * layer.gpu.multiprocessors,
         **{f"{bits}bit": True},
@@ -268,11 +269,13 @@ def many_rows(layer: LayerSizes, bits: int) -> bool:
     """Whether a layer of so many rows is faster by mixed_gemm/sm90_packed.py, whose blocks of 128
     rows share a decoded weight.
 
-    In 5 to 8 bits it is from 64 rows per expert on: with fewer, blocks of 128 rows are mostly
-    empty. In 4 bits sm90_wgmma.py needs no copy of rows and pads them to 64, so that it is ahead
-    up to the more rows, the longer those of w2 are.
+    In 8 bits it is from 64 rows per expert on: with fewer, blocks of 128 rows are mostly empty. In
+    5 and 6 bits it is where sm90_wgmma.py ends. In 4 bits that needs no copy of rows and pads them
+    to 64, so that it is ahead up to the more rows, the longer those of w2 are.
     """
-    if bits > 4:
+    if bits in (5, 6):
+        return layer.average > MAX_ROWS_OF_8_BITS
+    if bits == 8:
         return layer.rows >= 64 * layer.experts
     least = 128 + layer.I // 16
     return layer.I <= MAX_I_OF_PACKED and layer.rows >= least * layer.experts

@@ -192,7 +192,6 @@ MIXED_GEMM: Rows[Tile] = (
 # slower.
 #
 # two_operands: blocks of 48 and 80 rows have registers in four warps; eight_warps: in eight;
-# planes: codes of 5 or 6 bits, whose tiles were compiled and not timed;
 # streamed, prepared: int4 that is decoded without waits, prepared e2m1; weights: these are scaled
 # in their natural order; sums: these are scaled instead, beside up to 32 rows; tiles: many of
 # GEMM2's programs have a second tile; long: rows of both weights have 256 columns; deep: experts
@@ -204,6 +203,7 @@ WGMMA_BLOCKS_OF_TWO: dict[int, Blocks] = {  # by bits
     4: (*WGMMA_BLOCKS[:3], (38, 48), (56, 64), (80, 80), (ANY, 64)),
     8: (*WGMMA_BLOCKS[:3], (44, 48), (ANY, 64)),
 }
+WGMMA_BLOCKS_OF_PLANES: Blocks = ((3, 8), *WGMMA_BLOCKS[1:])  # whose decoding takes longer
 FEW_ROWS_OF_SUMS = 6  # up to which blocks of 8 are best where sums are scaled
 EIGHT_WARPS = (128, 256, 2, 8)
 WGMMA_LEVELS: Rows[Tile] = (  # of both products
@@ -218,9 +218,13 @@ WGMMA_LEVELS: Rows[Tile] = (  # of both products
     ("", (128, 128, 6, 8)),
 )
 WGMMA_GEMM: Rows[Tile] = (  # of both products
-    ("planes m<=16 c256", (64, 256, 3, 4)),
-    ("planes m32 c256", EIGHT_WARPS),
-    ("planes c256", (64, 256, 2, 4)),  # of 64 rows eight warps spill
+    ("6bit m8", (64, 128, 4, 4)),
+    ("6bit m<=32", (128, 128, 2, 4)),
+    ("6bit", (128, 128, 3, 4)),
+    ("5bit m8 c256", (64, 256, 3, 4)),
+    ("5bit m16 c256", (64, 256, 2, 4)),
+    ("5bit m64 c256", (128, 256, 2, 4)),
+    ("5bit m32 c256", EIGHT_WARPS),
     ("m80 eight_warps c256", EIGHT_WARPS),
     ("m48 eight_warps c256", EIGHT_WARPS),
     ("eight_warps !m8 !m16 !m32 !c256", (128, 128, 4, 8)),

@@ -79,11 +79,11 @@ def packed_size(size: int, bits: int) -> int:
     return size * bits // 8
 
 
-def unit_of_planes(columns: int, high_bits: int) -> int:
-    """Columns of a row whose bits in planes lie together: 128 with one high bit, 64 with two,
-    which are 80 and 48 bytes, or fewer if these do not divide the row.
+def unit_of_planes(columns: int) -> int:
+    """Columns of a row whose bits in planes lie together: 128, which are 80 bytes in 5 bits and 96
+    in 6, or fewer if 128 does not divide the row.
     """
-    return math.gcd(columns, 128 // high_bits)
+    return math.gcd(columns, 128)
 
 
 def unpacked_size(size: int, bits: int) -> int:

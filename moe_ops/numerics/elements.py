@@ -87,7 +87,7 @@ def unpack(q: Tensor, fmt: ElementFormat) -> Tensor:
 def _pack_planes(codes: Tensor, high: int) -> Tensor:
     """`pack` of codes with so many bits above the low four (`ElementFormat.high_bits`)."""
     columns = codes.shape[-1]
-    unit = unit_of_planes(columns, high)
+    unit = unit_of_planes(columns)
     units = codes.unflatten(-1, (columns // unit, unit))
     even, odd = (units & 15).unflatten(-1, (unit // 2, 2)).unbind(-1)
     # runs of low bytes, bytes of a run, columns of a byte
@@ -99,7 +99,7 @@ def _pack_planes(codes: Tensor, high: int) -> Tensor:
 def _unpack_planes(q: Tensor, high: int) -> Tensor:
     """The inverse of ``_pack_planes``."""
     columns = q.shape[-1] * 8 // (4 + high)
-    unit = unit_of_planes(columns, high)
+    unit = unit_of_planes(columns)
     units = q.unflatten(-1, (columns // unit, unit * (4 + high) // 8))
     low, above = units.split((unit // 2, unit * high // 8), -1)
     fields = (above[..., None, :, None] >> _places(high, q)) & ((1 << high) - 1)

@@ -64,8 +64,9 @@ class PackedIntExpertTensor(ExpertTensor):
     "int5_w5a16:g32:super:min" and "int6_w6a16:g16:super", whose scales are int8 codes,
     channel_scale is as in `Int4ExpertTensor`, of the latter (E, N, K/256) without minima.
 
-    qdata is uint8 (E, N, 5K/8) or (E, N, 3K/4): of 128 or 64 columns in turn the low four bits,
-    two columns a byte, then 16 bytes of the others (`moe_ops.schemes.ElementFormat.high_bits`).
+    qdata is uint8 (E, N, 5K/8) or (E, N, 3K/4): of 128 columns in turn the low four bits, two
+    columns a byte, then 16 or 32 bytes of the others
+    (`moe_ops.schemes.ElementFormat.high_bits`).
     scale and zero_point, a minimum, are as in `Int4ExpertTensor`.
     """
 

@@ -71,9 +71,9 @@ def _columns(
 ) -> dict[str, Tensor]:
     bits, group = desc.format.bits, desc.group.cols
     if desc.format.high_bits:
-        unit = unit_of_planes(size, desc.format.high_bits)
+        unit = unit_of_planes(size)
         where = "bits of columns that lie together begin"
-        if end > start and unit_of_planes(end - start, desc.format.high_bits) != unit:
+        if end > start and unit_of_planes(end - start) != unit:
             raise ValueError(
                 f"slices of {self} along dim {dim + self.dim()} must have columns of which {unit} "
                 f"lie together, as in the whole, got {end - start}; quantize or load the slice"

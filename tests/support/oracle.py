@@ -208,7 +208,7 @@ def planes(qdata: Tensor, high: int) -> Tensor:
     bytes in the layout.
     """
     K = qdata.shape[-1] * 8 // (4 + high)
-    unit = math.gcd(K, 128 // high)
+    unit = math.gcd(K, 128)
     run = unit * high // 8  # bytes
     c = torch.arange(K, device=qdata.device)
     within, first = c % unit // 2, c // unit * (unit // 2 + run)

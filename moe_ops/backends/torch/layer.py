@@ -474,7 +474,7 @@ def _matrix(weight: _Facts, desc: QuantDesc | None, decoder: str) -> Matrix:
         found.zero_expert = found.zero_row * weight.zero_point[1]
     columns = 0 if desc is None else scales.unpacked_size(weight.shape[2], desc.format.bits)
     if desc is not None and desc.format.high_bits:
-        found.together = scales.unit_of_planes(columns, desc.format.high_bits)
+        found.together = scales.unit_of_planes(columns)
     if desc is not None and desc.two_levels:
         found.super_row = columns // SUPER_BLOCK * desc.super_width * 2  # fp16
         found.super_expert = found.super_row * rows

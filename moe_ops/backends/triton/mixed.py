@@ -91,8 +91,7 @@ def _layer(
         whole = packed = False
     one_token = whole and layer.pairs == layer.top_k
     dtype = a.hidden_states.dtype if rounding is None else rounding.dtype
-    compared = configs.bits_were_compared(w13) and configs.bits_were_compared(w2)
-    if a.options.batch_invariant and compared and runs_wgmma(a, w13, w2, dtype, rounding):
+    if a.options.batch_invariant and runs_wgmma(a, w13, w2, dtype, rounding):
         one = configs.in_segments(w13, w2, layer.top_k) if rounding is None else None
         w13, w2 = one or (w13, w2)
         if one and one_token and sm90_mma().why_not(a.hidden_states, w13, w2, layer.top_k) is None:

@@ -43,14 +43,6 @@ def on_sm90(device: int) -> bool:
     return environment.why_no_gluon(environment.TRITON) is None
 
 
-def bits_were_compared(w: MixedOperand) -> bool:
-    """Whether tiles of sm90_wgmma.py were seen to give the same bits (benchmarks/
-    batch_invariant.py), as calls under `batch_invariant` ask for.
-    """
-    of = w.wgmma_format
-    return not of.high_bits and (of.name, of.scale) != ("int8", "weight")
-
-
 def token_slots(top_k: int) -> int:
     """Warps of a program of GEMM2 of sm90_mma.py, each of which has an expert."""
     return 1 << (top_k - 1).bit_length()

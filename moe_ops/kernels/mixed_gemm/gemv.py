@@ -385,7 +385,7 @@ def _why_not(
 ) -> str | None:
     """Why the kernels cannot run with such weights at any address, or None."""
     of_chunk = _columns_of_chunk(of)
-    unit = 64 if of.bits == 6 else 128 if of.bits == 5 else of_chunk
+    unit = 128 if of.bits in (5, 6) else of_chunk
     if of.name not in FORMATS or of.scale == "weight":
         return f"gemv takes no {of.name} weights whose scales are {of.scale!r}"
     if any([size % unit for size in columns]):

@@ -21,7 +21,6 @@ from moe_ops.kernels.mixed_gemm.decode import (
     in_one_level,
     in_pairs,
     is_e2m1,
-    runs_of,
 )
 from moe_ops.kernels.mixed_gemm.levels import (
     has_whole_levels,
@@ -383,12 +382,11 @@ def load_chunks(
     HIGH: tl.constexpr = high_bits(FORMAT)
     words_ptr = w_ptr.to(tl.pointer_type(tl.uint32))
     start = expert * (w_stride_e // 4)
-    if HIGH > 0:  # a chunk is a run of low bytes; so many, and a run of high bytes, are a unit
-        RUNS: tl.constexpr = runs_of(FORMAT)
-        start += chunk // RUNS * (4 * RUNS + 4)
-        h = load_words(words_ptr, start + 4 * RUNS, row, here, w_stride_n)
-        low = load_words(words_ptr, start + chunk % RUNS * 4, row, here, w_stride_n)
-        w = low, h, (chunk % RUNS * (2 * HIGH)).to(tl.uint32)
+    if HIGH > 0:  # a chunk is of low bytes; four of them, and HIGH of high bytes, are a unit
+        start += chunk // 4 * (16 + 4 * HIGH)
+        h = load_words(words_ptr, start + (16 + chunk % HIGH * 4), row, here, w_stride_n)
+        low = load_words(words_ptr, start + chunk % 4 * 4, row, here, w_stride_n)
+        w = low, h, (chunk % 4 // HIGH * (2 * HIGH)).to(tl.uint32)
     else:
         w = load_words(words_ptr, start + chunk * 4, row, here, w_stride_n)
     here = here[None, :]

@@ -277,9 +277,9 @@ def _k_chunk(K: int, of: Format) -> int:
     and x is zero at those that belong to the chunk before. (Chunks of 64 columns, which 2880 is a
     multiple of, take twice as many loads of scales.)
     """
-    if of.high_bits:  # a unit of planes, whose high bits are 16 bytes; some rows have smaller ones
-        unit = unit_of_planes(K, of.high_bits)
-        return unit if unit * of.high_bits == 128 else 0
+    if of.high_bits:  # a unit of planes, if its high bits have the 16 bytes that TMA copies
+        unit = unit_of_planes(K)
+        return unit if unit * of.high_bits >= 128 else 0
     if K % 64:
         return 0
     scaled = of.name in E2M1 or of.scale in ("weight", "minimum")

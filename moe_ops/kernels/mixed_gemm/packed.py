@@ -378,7 +378,7 @@ def tile_of(w: MixedOperand, transpose: bool) -> PackedTile:
     block_n, block_k = (step, BLOCK_OUT) if transpose else (BLOCK_OUT, step)
     run = 0
     if high:
-        unit = unit_of_planes(w.K, high)
+        unit = unit_of_planes(w.K)
         run = unit * high // 8
         block_k = min(block_k, unit)  # Triton 3.6 does not compile tiles of several units
     even = w.N % block_n == 0 and w.K % block_k == 0

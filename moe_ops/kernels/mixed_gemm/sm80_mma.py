@@ -496,7 +496,7 @@ def tile_of(
         chunk = min(chunk, of.group)
     run = 0
     if high := of.high_bits:  # a chunk has whole units, and a product one run of each
-        run = unit_of_planes(K, high) * high // 8
+        run = unit_of_planes(K) * high // 8
         k = max(k, 128)
         # of int5 without minima Triton copies 16 bytes at a time only for products of 64 columns
         chunk = 256 if high == 1 and K % 256 == k % 256 == 0 else 128

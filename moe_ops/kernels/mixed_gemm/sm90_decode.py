@@ -41,9 +41,6 @@ INT4_LOW_ABOVE_BITS, INT4_HIGH_ABOVE_BITS, INT4_OFFSET_ABOVE_BITS = (
 )
 
 
-HIGH_BYTES = gl.constexpr(16)  # of a chunk of a format in planes: a run of high bits
-
-
 @gluon.constexpr_function
 def weight_bits(FORMAT):
     """Bits of a weight, of formats in planes those of the low plane."""
@@ -111,16 +108,22 @@ def weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED):
 
 
 @gluon.constexpr_function
-def high_layout(BLOCK_N, RUNS, NUM_WARPS, GATED, INTERLEAVED):
+def swizzle_of(size):
+    """How TMA swizzles boxes of so many bytes side by side: runs of 16 not at all."""
+    return size if size >= 32 else 0
+
+
+@gluon.constexpr_function
+def high_layout(BLOCK_N, HIGH_BYTES, RUNS, NUM_WARPS, GATED, INTERLEAVED):
     """Layout of a chunk's bytes of high bits (BLOCK_N, HIGH_BYTES), with rows in the order of
     memory: each thread has those of its low bytes, which the threads of RUNS runs share.
     """
     found = row_bases(BLOCK_N, NUM_WARPS, GATED, INTERLEAVED)
     registers, lanes, warps = [[[row, 0] for row in rows] for rows in found]
-    quarter = RUNS * HIGH_BYTES.value // 4  # low bytes of a thread
+    quarter = RUNS * HIGH_BYTES // 4  # low bytes of a thread
     registers = [[0, 1 << i] for i in range(log2(quarter))] + registers
-    lanes = [[0, n * quarter % HIGH_BYTES.value] for n in (1, 2)] + lanes
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [BLOCK_N, HIGH_BYTES.value])
+    lanes = [[0, n * quarter % HIGH_BYTES] for n in (1, 2)] + lanes
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [BLOCK_N, HIGH_BYTES])
 
 
 scale_rows = gluon.constexpr_function(rows_side_by_side)  # R of `scale_layout`
@@ -529,8 +532,9 @@ def decode_plane_weights(
     SHAPE: gl.constexpr = codes.shape
     BLOCK_N: gl.constexpr = high.shape[0]
     RUNS: gl.constexpr = runs_of(FORMAT)
-    OF_RUNS: gl.constexpr = (BLOCK_N, RUNS, HIGH_BYTES.value)
-    LAYOUT: gl.constexpr = grouped_layout(BLOCK_N, RUNS * HIGH_BYTES.value, NUM_WARPS, RUNS)
+    HIGH_BYTES: gl.constexpr = high.shape[1]
+    OF_RUNS: gl.constexpr = (BLOCK_N, RUNS, HIGH_BYTES)
+    LAYOUT: gl.constexpr = grouped_layout(BLOCK_N, RUNS * HIGH_BYTES, NUM_WARPS, RUNS)
     high = gl.convert_layout(high, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     high = gl.expand_dims(high, 1).broadcast_to(OF_RUNS).reshape(SHAPE)
     high = gl.convert_layout(high, codes.type.layout, assert_trivial=True)

@@ -687,7 +687,9 @@ def consume(
     CHUNK_BYTES: gl.constexpr = w_chunks.shape[2]
     MMAS: gl.constexpr = K_CHUNK // CHUNK_BYTES  # products of a chunk, each with an operand of x
     WEIGHT: gl.constexpr = weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED)
-    HIGH: gl.constexpr = high_layout(BLOCK_N, runs_of(FORMAT), NUM_WARPS, GATED, INTERLEAVED)
+    HIGH: gl.constexpr = high_layout(
+        BLOCK_N, CHUNK_BYTES // runs_of(FORMAT), runs_of(FORMAT), NUM_WARPS, GATED, INTERLEAVED
+    )
     ROWS: gl.constexpr = min(BLOCK_N, 16 * NUM_WARPS)  # rows decoded at a time
     CHUNKS: gl.constexpr = BLOCK_K // K_CHUNK
     GROUPS: gl.constexpr = groups_per_chunk(K_CHUNK, SCALE_GROUP)

@@ -65,7 +65,6 @@ from moe_ops.kernels.mixed_gemm.decode import (
     high_bits,
     in_one_level,
     in_pairs,
-    runs_of,
     spread,
 )
 from moe_ops.kernels.mixed_gemm.levels import (
@@ -137,8 +136,8 @@ def scale_layout(BLOCK_N, WORDS, NUM_WARPS, GROUPS):
 
 @gluon.constexpr_function
 def run_layout(BLOCK_N, WORDS, NUM_WARPS):
-    """Layout of the four words of high bits of a row (BLOCK_N, 4) in the threads that decode such
-    a tile of low bits, each of which has a run.
+    """Layout of the four words of high bits of int5 of a row (BLOCK_N, 4) in the threads that
+    decode such a tile of low bits, each of which has a run.
     """
     flat = weight_layout(BLOCK_N, WORDS, NUM_WARPS)
 
@@ -217,12 +216,17 @@ def load_high(smem, step, WORDS: gl.constexpr, NUM_WARPS: gl.constexpr, FORMAT: 
     BLOCK_N: gl.constexpr = smem.shape[0]
     HIGH: gl.constexpr = high_bits(FORMAT)
     PACKED: gl.constexpr = weight_layout(BLOCK_N, WORDS, NUM_WARPS)
-    high = smem.load(run_layout(BLOCK_N, WORDS, NUM_WARPS))
-    high = gl.expand_dims(high, 1).broadcast_to((BLOCK_N, WORDS // 4, 4))
-    high = gl.convert_layout(high.reshape((BLOCK_N, WORDS)), PACKED, assert_trivial=True)
-    run = gl.arange(0, WORDS, gl.SliceLayout(0, PACKED)) // 4
-    run += step % (runs_of(FORMAT) * 4 // WORDS) * (WORDS // 4)
-    return high >> gl.expand_dims(run * (2 * HIGH), 0)
+    if HIGH == 1:
+        high = smem.load(run_layout(BLOCK_N, WORDS, NUM_WARPS))
+        high = gl.expand_dims(high, 1).broadcast_to((BLOCK_N, WORDS // 4, 4))
+        high = gl.convert_layout(high.reshape((BLOCK_N, WORDS)), PACKED, assert_trivial=True)
+    else:
+        gl.static_assert(WORDS == 4 * HIGH)
+        high = smem.load(PACKED)
+    four = gl.arange(0, WORDS, gl.SliceLayout(0, PACKED)) // 4 + step % (16 // WORDS) * (
+        WORDS // 4
+    )
+    return high >> gl.expand_dims(four // HIGH * (2 * HIGH), 0)
 
 
 @gluon.jit
@@ -231,10 +235,9 @@ def word_of_step(step, WORDS: gl.constexpr, FORMAT: gl.constexpr):
     if high_bits(FORMAT) == 0:
         return step * WORDS, 0
     else:
-        RUNS: gl.constexpr = runs_of(FORMAT)
-        STEPS: gl.constexpr = RUNS * 4 // WORDS  # of a unit
-        unit = step // STEPS * (4 * RUNS + 4)
-        return unit + step % STEPS * WORDS, unit + 4 * RUNS
+        STEPS: gl.constexpr = 16 // WORDS  # of a unit
+        unit = step // STEPS * (16 + 4 * high_bits(FORMAT))
+        return unit + step % STEPS * WORDS, unit + 16
 
 
 @gluon.jit
@@ -567,7 +570,7 @@ def scales_of_step(
 @gluon.jit
 def expect_packed(w, w_high, full, step, steps, HALVES: gl.constexpr, STAGES: gl.constexpr):
     """Say how much will come of a step's packed weights, if there is such a step."""
-    WORDS: gl.constexpr = w.block_shape[1] + (4 if w_high is not None else 0)
+    WORDS: gl.constexpr = w.block_shape[1] + (w_high.block_shape[1] if w_high is not None else 0)
     size: gl.constexpr = HALVES * w.block_shape[0] * WORDS * 4
     mbarrier.expect(full.index(step % STAGES), size, step < steps)
 
@@ -735,7 +738,10 @@ def moe_ops_train_wgmma_packed(
     h_smem = p_smem  # not used if there are no high bits
     high_halves = p_smem
     if w_high is not None:
-        h_smem = gl.allocate_shared_memory(gl.int32, [PACKED_STAGES, BLOCK_N, 4], w_high.layout)
+        H_WORDS: gl.constexpr = w_high.block_shape[1]
+        h_smem = gl.allocate_shared_memory(
+            gl.int32, [PACKED_STAGES, BLOCK_N, H_WORDS], w_high.layout
+        )
         high_halves = h_smem
     if HALVES == 2:
         PACKED_LAYOUT: gl.constexpr = w.layout
@@ -743,7 +749,7 @@ def moe_ops_train_wgmma_packed(
         halves = reinterpret(p_smem, gl.int32, shape, PACKED_LAYOUT)
         if w_high is not None:
             HIGH_LAYOUT: gl.constexpr = w_high.layout
-            high_shape: gl.constexpr = [2 * PACKED_STAGES, BLOCK_N // 2, 4]
+            high_shape: gl.constexpr = [2 * PACKED_STAGES, BLOCK_N // 2, H_WORDS]
             high_halves = reinterpret(h_smem, gl.int32, high_shape, HIGH_LAYOUT)
     w_smem = gl.allocate_shared_memory(
         dtype, [W_BUFFERS, BLOCK_N, BLOCK_K], gl.NVMMASharedLayout(128, 16, 2)
@@ -936,7 +942,7 @@ def why_not(w: MixedOperand, dtype: torch.dtype, transpose: bool) -> str | None:
     of_rows = w.strides.w_factor_stride_n > 0 and not of.two_levels
     if of_rows and (transpose or of.name != "e2m1"):
         return "it has scales of rows"
-    if of.high_bits and (transpose or w.K % (128 // of.high_bits)):
+    if of.high_bits and (transpose or w.K % 128):
         return "its columns are in planes, of which this product does not take whole units"
     if w.K % block_k or (transpose and w.N % block_n):
         return "tiles do not divide its size"
@@ -1000,7 +1006,7 @@ def multiply(
         low=added,
         boxes=WeightBoxes(
             w_boxes.of(data),
-            matrix_boxes(w.E * w.N, words, 4, box_rows, 4).of(data) if high else None,
+            matrix_boxes(w.E * w.N, words, 4, box_rows, 4 * high).of(data) if high else None,
         ),
         pointers=w.pointers,
         index=routing.index,

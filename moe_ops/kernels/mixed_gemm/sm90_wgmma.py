@@ -78,9 +78,9 @@ from moe_ops.kernels.mixed_gemm.operands import (
     MixedStrides,
 )
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
-    HIGH_BYTES,
     operand_bits,
     scale_rows,
+    swizzle_of,
     weight_bits,
 )
 from moe_ops.kernels.mixed_gemm.sm90_levels import write_pairs
@@ -772,7 +772,7 @@ def run_tiles(
     CHUNK_BYTES: gl.constexpr = K_CHUNK * weight_bits(FORMAT) // 8
     S_BYTES: gl.constexpr = 0 if w_scales is None else K_CHUNK // SCALE_GROUP  # of a row
     X_BYTES: gl.constexpr = (BLOCK_M + MORE_M) * K_CHUNK * 2
-    H_BYTES: gl.constexpr = 0 if w_high is None else HIGH_BYTES.value
+    H_BYTES: gl.constexpr = 0 if w_high is None else w_high.block_shape[4]
     STAGE_BYTES: gl.constexpr = (
         BLOCK_K // K_CHUNK * (BLOCK_N * (CHUNK_BYTES + H_BYTES + S_BYTES) + X_BYTES)
     )
@@ -800,7 +800,7 @@ def run_tiles(
             h_smem,
             gl.uint8,
             [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N, H_BYTES],
-            gl.NVMMASharedLayout(0, 8, 2),
+            gl.NVMMASharedLayout(swizzle_of(H_BYTES), 8, 2),
         )
     more_smem, more_operands = None, None
     if x_more is not None:
@@ -1204,8 +1204,7 @@ def chunk_boxes(
     described = [E, (row - size) // step + 1, halves, N // halves, size]
     apart = [stride_e, step, N // halves * stride_n, stride_n, 1]
     box = [1, chunks, halves, block_rows // halves, size]
-    swizzled = size * itemsize if size * itemsize >= 32 else 0  # bytes, if 16 are side by side
-    return Boxes(described, apart, box, _layout(swizzled, 8 * itemsize, 5))
+    return Boxes(described, apart, box, _layout(swizzle_of(size * itemsize), 8 * itemsize, 5))
 
 
 def token_boxes(
@@ -1323,7 +1322,7 @@ def _prepare(
         programs = pairs * programs_of_pair(programs, blocks, pairs_here, tiles_per_block)
     w_high = w_scales = None
     if of.high_bits:
-        high = HIGH_BYTES.value
+        high = k_chunk * of.high_bits // 8
         w_high = chunk_boxes(shape, strides, high, halves, chunks, block_n, 1, step)
     if scale_shape is not None:
         rows, itemsize = rows_side_by_side(of.group), 2 if of.scale == "e4m3" else 1

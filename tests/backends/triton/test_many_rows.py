@@ -42,8 +42,8 @@ SIZES = {"E": 4, "top_k": 2, "K": 128, "I": 64}
     [
         (63, 768, 8, False),
         (64, 14336, 8, True),
-        (63, 768, 6, False),
-        (64, 768, 5, True),
+        (80, 768, 6, False),
+        (81, 768, 5, True),
         (175, 768, 4, False),
         (176, 768, 4, True),  # 4096 tokens of Qwen3 give an expert 256
         (256, 2880, 4, False),
@@ -91,17 +91,19 @@ def test_workspaces_hold_what_kernels_read(scheme, options, sizes):
             assert first.grid[0] == named["num_blocks"]  # N and K are one tile
 
 
-@pytest.mark.parametrize("scheme", ["int5_w5a16:g32:super:min", "int6_w6a16:g16:super"])
-def test_planes_come_in_boxes_of_their_own(scheme):
-    """Of 64 columns 32 bytes of low bits, and 16 bytes of high ones, of the same rows."""
+@pytest.mark.parametrize(
+    "scheme, words", [("int5_w5a16:g32:super:min", 4), ("int6_w6a16:g16:super", 8)]
+)
+def test_planes_come_in_boxes_of_their_own(scheme, words):
+    """Of 64 columns 32 bytes of low bits, and the high bits of their unit, of the same rows."""
     case = Case("cpu", BF16, scheme, "silu", E=2, top_k=1, M=256, K=256, I=256)
     with mock.patch.object(choose, "many_rows", lambda *_: True):
         found = [one for one in launches_of(case) if one.kernel.name == PRODUCT]
     assert len(found) == 2
     for named, rows in zip([one.named() for one in found], (64, 128), strict=True):  # by halves
         assert named["w"].base is named["w_high"].base and named["PACKED_STAGES"] == 2
-        assert named["w"].block_shape == [rows, 8] and named["w_high"].block_shape == [rows, 4]
-        assert named["w_high"].layout.swizzle_byte_width == 0
+        assert named["w"].block_shape == [rows, 8] and named["w_high"].block_shape == [rows, words]
+        assert named["w_high"].layout.swizzle_byte_width == (32 if words == 8 else 0)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

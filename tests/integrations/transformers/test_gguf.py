@@ -119,7 +119,7 @@ def test_files_of_llama_cpp(name, tmp_path):
     expected = files.load_file(FIXTURES / name / "expected.safetensors")
     shutil.copy(FIXTURES / name / "model.gguf", tmp_path)  # all that there is
     model = load(tmp_path)
-    assert relative(logits(model), expected["logits"]) < 1e-6
+    assert relative(logits(model), expected["logits"]) < 3e-6  # sums in fp32
     for parameter in [n.removeprefix("probe:") for n in expected if n.startswith("probe:")]:
         weight = model.get_parameter(parameter)
         generator = torch.Generator().manual_seed(5)
