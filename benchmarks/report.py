@@ -448,7 +448,7 @@ WEIGHT_ONLY_PEERS = {
 # GGUF's types and nf4: of each the scheme of as many bits that stands beside it
 FILE_TYPES = {
     **dict.fromkeys(("Q4_K", "IQ4_XS", "IQ4_NL", "nf4"), "int4_w4a16:g32"),
-    **dict.fromkeys(("Q6_K", "Q8_0"), "int8_w8a16:channel"),
+    **dict.fromkeys(("Q5_K", "Q6_K", "Q8_0"), "int8_w8a16:channel"),
 }
 FILE_SHAPES = {"qwen3": "Qwen3", "gptoss20": "gpt-oss-20b"}
 FILE_PEERS = {
@@ -1764,8 +1764,8 @@ def merge_and_report(paths: Sequence[Path], folder: Path, *names: str) -> None:
 
 def cold_start(path: Path = RESULTS / "cold_start_NVIDIA_H200.json") -> str:
     """Seconds until a model is compiled, by stage, and the compilers that ran (cold_start.py): of
-    each case the fastest round. A second machine's, which took the bundle of the first, stands
-    beside them.
+    each case the fastest round. A second machine's, which took a first one's bundle, stands beside
+    them; what that one itself took is said.
     """
     elsewhere = path.with_name(path.name.replace("cold_start", "cold_start_elsewhere"))
     rows = rows_of(path)
@@ -1797,6 +1797,10 @@ def cold_start(path: Path = RESULTS / "cold_start_NVIDIA_H200.json") -> str:
             f" Importing `moe_ops.integrations.transformers` takes {more:.2f} s after "
             "transformers' own code of the model."
         )
+    if elsewhere.exists():
+        made_by = json.loads(elsewhere.read_text())["made_by"]["rows"]
+        took = ", ".join(f"{row['case']} {number(row['seconds'])} s" for row in made_by)
+        text += f" The machine whose bundle the second one took: {took}."
     return f"{text}\n\n{markdown(('', *cases), lines)}"
 
 

@@ -10,8 +10,9 @@ Of each preset the model with packed experts and fp32 activations must write the
 model that has the file's numbers in fp32, as the `gguf` package dequantizes them; and the
 perplexities of both over held-out bytes stand beside that of llama.cpp, which rounds activations
 to 8 bits. ``--write`` keeps them in benchmarks/results/gguf_generate.json, and makes the table of
-docs/gguf.md anew. ``--files`` keeps the GGUF files, and what llama.cpp gave for them; without
-``--sources`` both are read from there, where there is no llama.cpp, and of MODEL only config.json.
+docs/gguf.md anew, in which ON_GPU, another machine's JSON, stands beside if it is of the same
+files. ``--files`` keeps the GGUF files, and what llama.cpp gave for them; without ``--sources``
+both are read from there, where there is no llama.cpp, and of MODEL only config.json.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tools import llama_cpp
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "gguf_generate.json"
+ON_GPU = RESULT.with_name("gguf_generate_NVIDIA_H200.json")  # `--out` of a machine with this GPU
 DOCUMENT = ROOT / "docs" / "gguf.md"
 MARKS = "<!-- made by tools/gguf_generate.py -->\n", "<!-- end -->\n"
 PRESETS = {
@@ -166,18 +168,34 @@ def check(result: dict[str, Any]) -> None:
     assert abs(found["moe_ops"] / found["llama.cpp"] - 1) < LIMIT, found
 
 
+def on_gpu(results: dict[str, Any]) -> dict[str, Any]:
+    """What a GPU gave for the presets, if its files were those of `results`."""
+    presets = json.loads(ON_GPU.read_text())["presets"] if ON_GPU.exists() else {}
+
+    def of_llama_cpp(found: dict[str, Any]) -> dict[str, float]:
+        return {preset: of["perplexity"]["llama.cpp"] for preset, of in found.items()}
+
+    return presets if of_llama_cpp(presets) == of_llama_cpp(results["presets"]) else {}
+
+
 def table(results: dict[str, Any]) -> str:
     """The rows of docs/gguf.md."""
     rows = [
-        "| preset | types of the experts' tensors | same texts | perplexity | of llama.cpp |",
-        "|---|---|---|---|---|",
+        "| preset | types of the experts' tensors | same texts | perplexity | on an H200 "
+        "| of llama.cpp |",
+        "|---|---|---|---|---|---|",
     ]
+    beside = on_gpu(results)
     for preset, found in results["presets"].items():
         types = ", ".join(f"{count} {name}" for name, count in sorted(found["types"].items()))
-        values = found["perplexity"]
+        values, there = found["perplexity"], "not run"
+        if preset in beside:
+            other = beside[preset]
+            texts = f"{other['same_texts']} of {other['texts']}"
+            there = f"{texts}, {other['perplexity']['moe_ops']:.4f}"
         rows.append(
             f"| {preset} | {types} | {found['same_texts']} of {found['texts']} | "
-            f"{values['moe_ops']:.4f} | {values['llama.cpp']:.4f} |"
+            f"{values['moe_ops']:.4f} | {there} | {values['llama.cpp']:.4f} |"
         )
     return "\n".join(rows) + "\n"
 

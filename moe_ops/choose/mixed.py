@@ -129,8 +129,8 @@ def _of_columns(columns: int) -> frozenset[str]:
 def _wgmma_block(average: float, bits: int, many: int, scaling: str) -> int:
     if scaling == "sums" and average <= rules.FEW_ROWS_OF_SUMS:
         return 8
-    if bits in (5, 6):
-        return block_of(rules.WGMMA_BLOCKS_OF_PLANES, average)
+    if bits == 6:
+        return block_of(rules.WGMMA_BLOCKS_OF_INT6, average)
     return block_of(rules.WGMMA_BLOCKS_OF_TWO[bits] if many else rules.WGMMA_BLOCKS, average)
 
 

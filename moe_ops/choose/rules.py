@@ -203,7 +203,7 @@ WGMMA_BLOCKS_OF_TWO: dict[int, Blocks] = {  # by bits
     4: (*WGMMA_BLOCKS[:3], (38, 48), (56, 64), (80, 80), (ANY, 64)),
     8: (*WGMMA_BLOCKS[:3], (44, 48), (ANY, 64)),
 }
-WGMMA_BLOCKS_OF_PLANES: Blocks = ((3, 8), *WGMMA_BLOCKS[1:])  # whose decoding takes longer
+WGMMA_BLOCKS_OF_INT6: Blocks = ((3, 8), *WGMMA_BLOCKS[1:])
 FEW_ROWS_OF_SUMS = 6  # up to which blocks of 8 are best where sums are scaled
 EIGHT_WARPS = (128, 256, 2, 8)
 WGMMA_LEVELS: Rows[Tile] = (  # of both products

@@ -64,3 +64,8 @@ def test_the_table_has_the_fastest_round_of_each_case(monkeypatch, tmp_path):
     assert cells["imports"] == ["15.0", "7.5"]
     assert cells["in all"] == ["60.0", "30.0"]
     assert cells["compilers that ran"] == ["3", "0"]
+    second = {"rows": [row("bundle", 40.0)], "made_by": {"rows": rows[:2]}}
+    path.with_name("cold_start_elsewhere.json").write_text(json.dumps(second))
+    text = report.cold_start(path)
+    assert "| in all | 60.0 | 30.0 | 40.0 |" in text and "bundle, second machine" in text
+    assert "the second one took: nothing cached 60.0 s, bundle 32.0 s." in text
