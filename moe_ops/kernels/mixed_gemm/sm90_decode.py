@@ -108,12 +108,6 @@ def weight_layout(BLOCK_N, CHUNK_BYTES, NUM_WARPS, GATED, INTERLEAVED):
 
 
 @gluon.constexpr_function
-def swizzle_of(size):
-    """How TMA swizzles boxes of so many bytes side by side: runs of 16 not at all."""
-    return size if size >= 32 else 0
-
-
-@gluon.constexpr_function
 def high_layout(BLOCK_N, HIGH_BYTES, RUNS, NUM_WARPS, GATED, INTERLEAVED):
     """Layout of a chunk's bytes of high bits (BLOCK_N, HIGH_BYTES), with rows in the order of
     memory: each thread has those of its low bytes, which the threads of RUNS runs share.

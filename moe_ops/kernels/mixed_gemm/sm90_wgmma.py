@@ -79,8 +79,6 @@ from moe_ops.kernels.mixed_gemm.operands import (
 )
 from moe_ops.kernels.mixed_gemm.sm90_decode import (
     operand_bits,
-    scale_rows,
-    swizzle_of,
     weight_bits,
 )
 from moe_ops.kernels.mixed_gemm.sm90_levels import write_pairs
@@ -715,6 +713,26 @@ def consumer(
         )  # fmt: skip
 
 
+@gluon.constexpr_function
+def parts_of(boxes, NUM_STAGES):
+    """Shape of the chunks or operands in NUM_STAGES boxes: how many, rows, and elements of one."""
+    *_, count, halves, rows, size = boxes.block_shape  # `chunk_boxes`
+    if len(boxes.block_shape) == 4:  # `token_boxes`
+        count, halves, rows = boxes.block_shape[:3]
+    return [NUM_STAGES * count, halves * rows, size]
+
+
+@gluon.jit
+def ring(boxes, NUM_STAGES: gl.constexpr):
+    """(Shared memory for a box in each slot, the same as its chunks or operands)."""
+    memory = gl.allocate_shared_memory(boxes.dtype, [NUM_STAGES] + boxes.block_shape, boxes.layout)
+    PARTS: gl.constexpr = parts_of(boxes, NUM_STAGES)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(
+        boxes.layout.swizzle_byte_width, boxes.layout.element_bitwidth, 2
+    )
+    return memory, reinterpret(memory, boxes.dtype, PARTS, LAYOUT)
+
+
 @gluon.jit
 def run_tiles(
     x,  # descriptors: see Descriptors
@@ -776,56 +794,17 @@ def run_tiles(
     STAGE_BYTES: gl.constexpr = (
         BLOCK_K // K_CHUNK * (BLOCK_N * (CHUNK_BYTES + H_BYTES + S_BYTES) + X_BYTES)
     )
-    X_COLUMNS: gl.constexpr = x.block_shape[3]
-    w_smem = gl.allocate_shared_memory(gl.uint8, [NUM_STAGES] + w.block_shape, w.layout)
-    x_smem = gl.allocate_shared_memory(x.dtype, [NUM_STAGES] + x.block_shape, x.layout)
-    w_chunks = reinterpret(
-        w_smem,
-        gl.uint8,
-        [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N, CHUNK_BYTES],
-        gl.NVMMASharedLayout(CHUNK_BYTES, 8, 2),
-    )
-    x_operands = reinterpret(
-        x_smem,
-        x.dtype,
-        [NUM_STAGES * x.block_shape[0], BLOCK_M, X_COLUMNS],
-        gl.NVMMASharedLayout(2 * CHUNK_BYTES, operand_bits(FORMAT), 2),
-    )
+    w_smem, w_chunks = ring(w, NUM_STAGES)
+    x_smem, x_operands = ring(x, NUM_STAGES)
     h_smem, h_chunks = None, None
     if w_high is not None:
-        h_smem = gl.allocate_shared_memory(
-            gl.uint8, [NUM_STAGES] + w_high.block_shape, w_high.layout
-        )
-        h_chunks = reinterpret(
-            h_smem,
-            gl.uint8,
-            [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N, H_BYTES],
-            gl.NVMMASharedLayout(swizzle_of(H_BYTES), 8, 2),
-        )
+        h_smem, h_chunks = ring(w_high, NUM_STAGES)
     more_smem, more_operands = None, None
     if x_more is not None:
-        more_smem = gl.allocate_shared_memory(
-            x.dtype, [NUM_STAGES] + x_more.block_shape, x_more.layout
-        )
-        more_operands = reinterpret(
-            more_smem,
-            x.dtype,
-            [NUM_STAGES * x.block_shape[0], MORE_M, X_COLUMNS],
-            gl.NVMMASharedLayout(2 * CHUNK_BYTES, operand_bits(FORMAT), 2),
-        )
+        more_smem, more_operands = ring(x_more, NUM_STAGES)
     s_smem, s_chunks = None, None
     if w_scales is not None:
-        ELEMENTS: gl.constexpr = 4 * scale_rows(SCALE_GROUP)
-        BITS: gl.constexpr = w_scales.dtype.primitive_bitwidth
-        s_smem = gl.allocate_shared_memory(
-            w_scales.dtype, [NUM_STAGES] + w_scales.block_shape, w_scales.layout
-        )
-        s_chunks = reinterpret(
-            s_smem,
-            w_scales.dtype,
-            [NUM_STAGES * (BLOCK_K // K_CHUNK), BLOCK_N // scale_rows(SCALE_GROUP), ELEMENTS],
-            gl.NVMMASharedLayout(ELEMENTS * BITS // 8, BITS, 2),
-        )
+        s_smem, s_chunks = ring(w_scales, NUM_STAGES)
     full = mbarriers(NUM_STAGES)
     empty = mbarriers(NUM_STAGES)
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -1204,7 +1183,8 @@ def chunk_boxes(
     described = [E, (row - size) // step + 1, halves, N // halves, size]
     apart = [stride_e, step, N // halves * stride_n, stride_n, 1]
     box = [1, chunks, halves, block_rows // halves, size]
-    return Boxes(described, apart, box, _layout(swizzle_of(size * itemsize), 8 * itemsize, 5))
+    swizzled = size * itemsize if size * itemsize >= 32 else 0  # bytes, if 16 are side by side
+    return Boxes(described, apart, box, _layout(swizzled, 8 * itemsize, 5))
 
 
 def token_boxes(
