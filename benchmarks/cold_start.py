@@ -14,7 +14,8 @@ into the folders of Triton and DeepGEMM after the bundle was loaded. `imports` a
 processes until transformers' modelling code of the model is imported, and ours after it.
 
 `--export` keeps the bundle in the results folder, in parts of 15 MiB. `--bundle` takes such a
-folder of another machine of the same kind, and leaves out the case with warm caches. Results go to
+folder of another machine of the same kind, leaves out the case with warm caches, and keeps what
+the first machine's results there say (`made_by`). Results go to
 FOLDER/cold_start_<GPU>.json, or cold_start_elsewhere_<GPU>.json with --bundle, after each process;
 past the limit no process is begun, and one that runs is ended.
 """
@@ -329,6 +330,10 @@ def main() -> None:
         try:
             if arguments.bundle:
                 bundle = whole(arguments.bundle, root / "model.warm")
+                first = Path(arguments.bundle) / f"cold_start_{gpu}.json"
+                if first.exists():
+                    made_by = json.loads(first.read_text())
+                    result["made_by"] = {name: made_by[name] for name in ("run", "rows")}
             else:
                 keep(run(CASES[0], root / "first", compilers, arguments, save=bundle), bundle)
                 if arguments.export:

@@ -1797,9 +1797,8 @@ def cold_start(path: Path = RESULTS / "cold_start_NVIDIA_H200.json") -> str:
             f" Importing `moe_ops.integrations.transformers` takes {more:.2f} s after "
             "transformers' own code of the model."
         )
-    if elsewhere.exists():
-        made_by = json.loads(elsewhere.read_text())["made_by"]["rows"]
-        took = ", ".join(f"{row['case']} {number(row['seconds'])} s" for row in made_by)
+    if elsewhere.exists() and (made_by := json.loads(elsewhere.read_text()).get("made_by")):
+        took = ", ".join(f"{row['case']} {number(row['seconds'])} s" for row in made_by["rows"])
         text += f" The machine whose bundle the second one took: {took}."
     return f"{text}\n\n{markdown(('', *cases), lines)}"
 

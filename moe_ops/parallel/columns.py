@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_ops.checks import check_integer, check_size, check_tensor
 from moe_ops.schemes import get_scheme
 from moe_ops.tensors.base import ExpertTensor
+from moe_ops.tensors.views import in_planes, repacked_columns
 
 
 def shard_w13(
@@ -79,7 +80,10 @@ def shard_w2(
         ValueError: as `shard_w13`.
     """
     share = _share("columns of w2", weight, 2, size, rank, 1)
-    return weight.narrow(2, rank * share, share).clone()
+    start = rank * share
+    if isinstance(weight, ExpertTensor) and in_planes(weight):
+        return repacked_columns(weight, start, start + share)
+    return weight.narrow(2, start, share).clone()
 
 
 def _share(what: str, weight: Tensor, dim: int, size: int, rank: int, halves: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.meta.scales import FLAT, TRANSPOSED, packed_size, unit_of_planes
+from moe_ops.numerics.elements import pack, unpack
 from moe_ops.schemes import SUPER_BLOCK, QuantDesc, get_scheme
 from moe_ops.tensors.base import ExpertTensor
 
@@ -81,6 +82,29 @@ def _columns(
         _require_multiples(self, dim, unit, where, None, start, end, step)
     elif bits != 8 and group == -1:
         _require_multiples(self, dim, 2, "a byte begins", None, start, end, step)
+    changed = _scales_of_columns(self, desc, dim, size, start, end, step)
+    if bits != 8:
+        start, end = packed_size(start, bits), packed_size(end, bits)
+    return changed | {"qdata": aten.slice.Tensor(self.qdata, dim, start, end, step)}
+
+
+def in_planes(self: ExpertTensor) -> bool:
+    return get_scheme(self.scheme).quantized_weight.format.high_bits > 0
+
+
+def repacked_columns(self: ExpertTensor, start: int, end: int) -> ExpertTensor:
+    """Columns of a weight (E, N, K) whose bits lie in planes, from any group on: a copy, because
+    in the slice other columns lie together.
+    """
+    desc = get_scheme(self.scheme).quantized_weight
+    changed = _scales_of_columns(self, desc, -1, self.shape[-1], start, end, 1)
+    codes = unpack(self.qdata, desc.format)[..., start:end]
+    return self._replace(**changed, qdata=pack(codes, desc.format)).clone()
+
+
+def _scales_of_columns(
+    self: ExpertTensor, desc: QuantDesc, dim: int, size: int, start: int, end: int, step: int
+) -> dict[str, Tensor]:
     above = {}
     if desc.two_levels:
         where = "a scale of scales begins"
@@ -88,10 +112,7 @@ def _columns(
         first, last = [at // SUPER_BLOCK * desc.super_width for at in (start, end)]
         assert self.channel_scale is not None
         above["channel_scale"] = aten.slice.Tensor(self.channel_scale, dim, first, last)
-    changed = above | _scales(self, group, desc, dim, size, start, end, step)
-    if bits != 8:
-        start, end = packed_size(start, bits), packed_size(end, bits)
-    return changed | {"qdata": aten.slice.Tensor(self.qdata, dim, start, end, step)}
+    return above | _scales(self, desc.group.cols, desc, dim, size, start, end, step)
 
 
 def _scales(

@@ -188,6 +188,17 @@ def test_tiles_that_were_measured():
     assert [choose_wgmma(n, 3, 12288, 8192, 4).split_k for n in (150, 510)] == [2, 1]
 
 
+@pytest.mark.parametrize("bits", [5, 6])
+def test_tiles_of_any_batch_in_planes(bits):
+    """Of one operand, and never with a sum that programs share."""
+    for average, I in itertools.product((0.5, 3, 3.5, 4, 8, 20, 40, 200), (640, 768, 2880)):
+        found = any_batch(int(8 * average), 8, 2048, I, bits, 1, 1, 0)
+        assert found.block_m in (8, 16, 32, 64) and found.split_k == 1
+        assert found.block_m == 8 or average > (3 if bits == 6 else 4)
+        for gemm, columns in ((found.gemm1, 2048), (found.gemm2, I)):
+            assert gemm.block_k == (256 if bits == 5 and columns % 256 == 0 else 128)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_tiles_of_any_batch_are_those_whose_bits_were_compared(bits):
     """`batch_invariant` takes none of the tiles that were added since but blocks of two

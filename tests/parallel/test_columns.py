@@ -86,6 +86,22 @@ def test_quantized_shares_have_their_scales(scheme):
                 assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
 
 
+@pytest.mark.parametrize(
+    "scheme", ["int5_w5a16:g32", "int5_w5a16:g32:min", "int6_w6a16:g16", "int6_w6a16:g16:super"]
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_columns_that_lie_together_are_packed_anew(scheme, size):
+    """Of 192 columns 64 do, of 768 128."""
+    if scheme.endswith("super"):  # whole groups of 256 columns
+        size = 3
+    w2 = moe_ops.quantize(torch.randn(2, 8, 768), scheme)
+    want = w2.dequantize().chunk(size, 2)
+    for rank in range(size):
+        got = shard_w2(w2, size, rank)
+        assert torch.equal(got.dequantize(), want[rank])
+        assert got.qdata.is_contiguous() and got.shape == want[rank].shape
+
+
 def quantized(rows, columns, scheme="fp8_block"):
     return moe_ops.quantize(torch.randn(2, rows, columns), scheme)
 

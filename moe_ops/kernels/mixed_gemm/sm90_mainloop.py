@@ -9,7 +9,7 @@ memory accesses into each K tile, which waits for the scales just prefetched.) D
 tile, and with everything included, this takes 1.7 to 2.0 instructions a weight for int4, also with
 minima of bf16, 2.3 to 2.7 with zero points if weights are scaled, 2.6 to 2.9 with scales and
 minima in two levels, 2.8 to 3.1 for e2m1, 2.0 to 2.5 for prepared e2m1, 2.8 to 3.4 for iq4,
-3.8 to 4.2 for other levels, and 3.5 to 3.9 for int5 and int6.
+3.8 to 4.2 for other levels, and 3.1 to 3.9 for int5 and int6.
 
 FORMAT and SCALE as in sm80_mma.py; K_CHUNK and the accumulator's order of rows and columns as in
 sm90_decode.py.

@@ -716,9 +716,7 @@ def consumer(
 @gluon.constexpr_function
 def parts_of(boxes, NUM_STAGES):
     """Shape of the chunks or operands in NUM_STAGES boxes: how many, rows, and elements of one."""
-    *_, count, halves, rows, size = boxes.block_shape  # `chunk_boxes`
-    if len(boxes.block_shape) == 4:  # `token_boxes`
-        count, halves, rows = boxes.block_shape[:3]
+    *_, count, halves, rows, size = boxes.block_shape
     return [NUM_STAGES * count, halves * rows, size]
 
 

@@ -131,10 +131,11 @@ def test_passes_place_rows_once(chunks):
         ({"scheme": "fp8_w8a16:channel", "M": 100}, {}),
         ({"scheme": "fp8_w8a16:channel", "I": 96}, {}),
         ({"scheme": "int5_w5a16:g32", "I": 192}, {}),
+        ({"scheme": "int6_w6a16:g16", "I": 192}, {}),
         ({"scheme": "fp8_w8a16:channel", "on_input": True, "top_k": 1}, {}),
         ({"scheme": "fp8_w8a16:channel", "dtype": FP16}, {}),
     ],
-    ids=("invariant", "rounded", "zero", "few", "size", "unit", "on_input", "fp16"),
+    ids=("invariant", "rounded", "zero", "few", "size", "int5", "int6", "on_input", "fp16"),
 )
 def test_who_does_not(of, options):
     """Among them: under `batch_invariant` the number of rows has no part in the instruction."""

@@ -444,8 +444,10 @@ for scheme, activation in cases.items():
         if scheme == "mxfp4_w4a16"
         else (48, GemmConfig(128, 128, 3, 4))
         if scheme in ("int4_w4a16:g128", "int8_w8a16:channel")
-        else (64, GemmConfig(64, 256, 2, 4))
-        if scheme.startswith(("int5", "int6"))
+        else (64, GemmConfig(128, 256, 2, 4))
+        if scheme.startswith("int5")
+        else (64, GemmConfig(128, 128, 3, 4))
+        if scheme.startswith("int6")
         else (64, GemmConfig(128, 256, 2, 8)),
         *[(80, GemmConfig(128, 256, 2, 8))] * (scheme == "int4_w4a16:g64:zp"),
         *[(80, GemmConfig(256, 128, 4, 16))] * (scheme == "nf4_w4a16:g64"),
@@ -459,6 +461,9 @@ for scheme, activation in cases.items():
         * (scheme in ("int4_w4a16:g128:zp", "int8_w8a16:channel")),
         *[(8, GemmConfig(128, 256, 3, 8))] * (scheme == "nf4_w4a16:g64"),
         *[(8, GemmConfig(64, 256, 3, 4)), (32, GemmConfig(128, 256, 2, 8))] * (scheme in planes),
+        *[(8, GemmConfig(64, 128, 4, 4)), (16, GemmConfig(128, 128, 2, 4))]
+        * (scheme == "int6_w6a16:g16:super"),
+        *[(32, GemmConfig(128, 128, 2, 4))] * (scheme == "int6_w6a16:g16:super"),
         *[(64, GemmConfig(128, 128, 3, 8))] * (scheme == "nf4_w4a16:g64"),
     ):
         prepared = block_m != 64 and scheme in ("nvfp4_w4a16", "mxfp4_w4a16")
@@ -1022,6 +1027,7 @@ def test_few_kernels_serve_all_numbers_of_tokens(words):
             "int4_w4a16:g64:zp float16",
             "int8_w8a16:channel",
             "fp8_w8a16:channel",
+            "int6_w6a16:g16",
         )
     ],
 )
