@@ -223,9 +223,8 @@ def load_high(smem, step, WORDS: gl.constexpr, NUM_WARPS: gl.constexpr, FORMAT: 
     else:
         gl.static_assert(WORDS == 4 * HIGH)
         high = smem.load(PACKED)
-    four = gl.arange(0, WORDS, gl.SliceLayout(0, PACKED)) // 4 + step % (16 // WORDS) * (
-        WORDS // 4
-    )
+    four = gl.arange(0, WORDS, gl.SliceLayout(0, PACKED)) // 4  # words, counted in the unit
+    four += step % (16 // WORDS) * (WORDS // 4)
     return high >> gl.expand_dims(four // HIGH * (2 * HIGH), 0)
 
 
